@@ -1,0 +1,34 @@
+# `make demo` and `make test` need only Linux, python3 (3.11+) and make: they set up .venv by themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+.PHONY: demo test check bench schema clean setup
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml tools/setup_venv.sh
+	@PYTHON=$(PYTHON) bash tools/setup_venv.sh
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/kvevents demo
+
+test: $(STAMP)
+	@$(BIN)/pytest
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/pytest --cov=kvevents_service --cov-report=term:skip-covered
+	@$(BIN)/python tools/check_docs.py
+
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks
+
+schema: $(STAMP)
+	@$(BIN)/python tools/make_schema.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build *.egg-info .coverage

@@ -1,0 +1,1 @@
+"""KV-cache offload sidecar and its event stream."""

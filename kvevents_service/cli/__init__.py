@@ -1,0 +1,41 @@
+"""The `kvevents` command."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from kvevents_service.cli.demo import demo
+from kvevents_service.cli.serve import serve
+from kvevents_service.cli.tail import tail
+
+EXIT_INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="kvevents-service")
+def kvevents() -> None:
+    """A KV-cache offload sidecar and its event stream.
+
+    \b
+    kvevents serve                          run the sidecar
+    kvevents tail tcp://127.0.0.1:5557      watch an event stream
+    kvevents demo                           see the whole path work, without a GPU
+    """
+
+
+kvevents.add_command(serve)
+kvevents.add_command(tail)
+kvevents.add_command(demo)
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 fine, 1 failed, 2 bad usage or settings, 130 interrupted; a closed pipe is 0."""
+    try:
+        sys.exit(kvevents.main(standalone_mode=False) or 0)
+    except click.exceptions.Abort:
+        sys.exit(EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)

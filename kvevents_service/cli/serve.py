@@ -1,0 +1,69 @@
+"""`kvevents serve`: the sidecar as a process. One ready line on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from kvevents_service.config import ServeConfig, load_config
+from kvevents_service.errors import ConfigError
+
+EXIT_CONFIG = 2
+GC_THRESHOLD = 50_000
+"""Blocks make no garbage cycles; a rarer collector keeps its pauses out of lookups."""
+
+
+@click.command(epilog="Exit codes: 0 drained, 1 failed, 2 bad settings, 3 stopped before it was drained.")
+@click.option("--config", type=click.Path(path_type=Path), help="TOML file with the settings below.")
+@click.option("--engine-socket", metavar="PATH", help="Unix domain socket for engines.")
+@click.option("--host-bytes", type=int, metavar="N", help="Size of the CPU tier in bytes. [default: 1 GiB]")
+@click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
+@click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")
+@click.option("--topic", metavar="T", help="Topic of every message. [default: empty]")
+@click.option("--dp-rank", type=int, metavar="N", help="Data parallel rank in every batch. [default: 0]")
+@click.option("--state-dir", metavar="D", help="Keep event numbers here, so that they never go back.")
+@click.option("--allow-remote", is_flag=True, default=None, help="Allow addresses other machines can reach.")
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+def serve(config: Path | None, log_level: str, **overrides: Any) -> int:
+    """Run the offload sidecar until SIGTERM or SIGINT; a second signal forces.
+
+    \b
+    kvevents serve --engine-socket /run/kvevents/engine.sock --host-bytes 8589934592
+    """
+    logging.basicConfig(
+        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        settings = load_config(config, overrides)
+        return _run(settings)
+    except ConfigError as error:
+        click.echo(f"kvevents serve: {error}", err=True)
+        return EXIT_CONFIG
+
+
+def _run(config: ServeConfig) -> int:
+    try:
+        import torch
+    except ImportError:
+        raise ConfigError("torch", "to be installed: pip install 'kvevents-service[offload]'") from None
+    import uvloop
+
+    from kvevents_service.service.app import Ready, serve
+
+    torch.set_num_threads(1)  # copies are bound by memory; the other cores are the engine's
+    gc.set_threshold(GC_THRESHOLD)
+
+    def announce(ready: Ready) -> None:
+        click.echo(msgspec.json.encode(ready).decode())
+        sys.stdout.flush()
+
+    logging.getLogger("kvevents_service").info("settings: %s", config)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(config, announce))

@@ -1,0 +1,88 @@
+"""Settings of `kvevents serve`: a TOML file, overridden by flags, checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvevents_service.errors import ConfigError
+from kvevents_service.sockets import is_local
+
+DEFAULT_HOST_BYTES = 1 << 30
+SCHEMES = ("tcp://", "ipc://")
+
+
+def default_engine_socket() -> str:
+    """$XDG_RUNTIME_DIR/kvevents/engine.sock, or one under /tmp with the user's id."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvevents-{os.getuid()}"
+    return str(Path(base) / "kvevents" / "engine.sock")
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a sidecar is told. Every field is a key of the TOML file and, with dashes, a flag.
+
+    `host_bytes` is the size of the CPU tier. `pub` and `replay` are ZeroMQ endpoints to bind; port 0 takes a free
+    one. Addresses that other machines can reach need `allow_remote`: events carry prompt tokens.
+    """
+
+    engine_socket: str = msgspec.field(default_factory=default_engine_socket)
+    host_bytes: int = DEFAULT_HOST_BYTES
+    pub: str = "tcp://127.0.0.1:5557"
+    replay: str | None = "tcp://127.0.0.1:5558"
+    topic: str = ""
+    dp_rank: int = 0
+    state_dir: str | None = None
+    allow_remote: bool = False
+    retained_batches: int = 10_000
+    retained_bytes: int = 256 * 1024 * 1024
+    send_high_water_mark: int = 10_000
+    stop_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for setting in ("host_bytes", "retained_batches", "retained_bytes", "send_high_water_mark"):
+            _expect(getattr(self, setting) > 0, setting, "a positive whole number")
+        _expect(self.dp_rank >= 0, "dp_rank", "0 or a positive whole number")
+        _expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
+        _expect("\0" not in self.engine_socket and self.engine_socket != "", "engine_socket", "a path")
+        _expect(len(os.fsencode(self.engine_socket)) < 108, "engine_socket", "a path of at most 107 bytes")
+        _expect(self.replay != self.pub or self.pub.endswith(":0"), "replay", "an endpoint other than pub's")
+        self._check_endpoint("pub", self.pub)
+        if self.replay is not None:
+            self._check_endpoint("replay", self.replay)
+
+    def _check_endpoint(self, setting: str, endpoint: str) -> None:
+        _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
+        if endpoint.startswith("tcp://"):
+            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            _expect(port.isdigit() and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
+            _expect(host != "" and (":" not in host or host[0] == "["), setting, "a host; IPv6 in [brackets]")
+        local = self.allow_remote or is_local(endpoint)
+        _expect(local, setting, "a loopback address, or --allow-remote: events carry prompt tokens")
+
+
+def _expect(good: bool, setting: str, expected: str) -> None:
+    if not good:
+        raise ConfigError(setting, expected)
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
+    """The file's settings with the overrides that are not None. ConfigError names the first bad setting."""
+    settings = _read(path) if path is not None else {}
+    settings |= {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return msgspec.convert(settings, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(path or "flags"), f"known settings of the right type ({error})") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError("config", f"a readable file, not {path} ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("config", f"TOML in {path} ({error})") from error

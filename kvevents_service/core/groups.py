@@ -1,0 +1,54 @@
+"""KV cache groups of a model: which kinds there are, and which a tier can hold today.
+
+The names are vLLM's `kv_cache_spec_kind` values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvevents_service.errors import ControlError
+from kvevents_service.wire.control import GroupSpec
+
+KINDS = frozenset(
+    {
+        "full_attention",
+        "mla_attention",
+        "sink_full_attention",
+        "sliding_window",
+        "sliding_window_mla",
+        "chunked_local_attention",
+        "mamba",
+    }
+)
+PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+"""Kinds in which a block needs every block before it: stored prefix-closed, looked up by longest prefix."""
+
+MAX_GROUPS = 255
+
+
+def check_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """The groups of a hello, or ControlError naming the first one that cannot be served."""
+    if not groups or len(groups) > MAX_GROUPS:
+        raise ControlError("bad_groups", "groups", f"1 to {MAX_GROUPS} groups")
+    for position, group in enumerate(groups):
+        _check_group(group, position)
+    if not any(group.cacheable for group in groups):
+        raise ControlError("bad_groups", "groups", "at least one cacheable group")
+    return tuple(groups)
+
+
+def _check_group(group: GroupSpec, position: int) -> None:
+    field = f"groups[{position}]"
+    if group.index != position:
+        raise ControlError("bad_groups", f"{field}.index", f"{position}, its place in the list")
+    if group.block_size <= 0:
+        raise ControlError("bad_groups", f"{field}.block_size", "a positive number of tokens")
+    if group.kind not in KINDS:
+        raise ControlError("bad_groups", f"{field}.kind", f"one of {', '.join(sorted(KINDS))}")
+    if group.cacheable and group.kind not in PREFIX_KINDS:
+        raise ControlError(
+            "unsupported_group",
+            f"{field}.kind",
+            f"one of {', '.join(sorted(PREFIX_KINDS))}, or cacheable=false",
+        )

@@ -1,0 +1,114 @@
+"""The journal: every batch of events has its number here before anything it speaks of changes.
+
+    append -> (pending) -> take_pending -> encoded by the publisher -> retain -> replayed, until it is pushed out
+
+Numbers rise by exactly 1 (I5). When too much is pending a batch is dropped, but keeps its number, so that every
+consumer sees the hole (I11).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
+
+from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
+
+
+class PendingBatch(NamedTuple):
+    """A numbered batch not yet encoded. `ts` is seconds since the epoch."""
+
+    seq: int
+    ts: float
+    announcements: tuple[Announcement, ...]
+
+
+class RetainedBatch(NamedTuple):
+    """An encoded batch, kept for replay."""
+
+    seq: int
+    payload: bytes
+
+
+class JournalLimits(NamedTuple):
+    """Bounds of what waits and what is kept."""
+
+    pending_batches: int = 16384
+    pending_blocks: int = 1_000_000
+    retained_batches: int = 10_000
+    retained_bytes: int = 256 * 1024 * 1024
+
+
+def _blocks(announcements: tuple[Announcement, ...]) -> int:
+    return sum(
+        item.blocks if isinstance(item, BlockStoreMeta) else len(item.block_hashes)
+        for item in announcements
+        if isinstance(item, BlockStoreMeta | RemovedRun)
+    )
+
+
+class Journal:
+    """Numbers and keeps batches. Appending never waits."""
+
+    def __init__(self, limits: JournalLimits | None = None, first_seq: int = 0) -> None:
+        self.limits = limits or JournalLimits()
+        self.next_seq = first_seq
+        self.dropped_batches = 0
+        self._pending: deque[PendingBatch] = deque()
+        self._pending_blocks = 0
+        self._retained: deque[RetainedBatch] = deque()
+        self._retained_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Journal next={self.next_seq} pending={len(self._pending)} retained={len(self._retained)}>"
+
+    def append(self, announcements: tuple[Announcement, ...], ts: float) -> int:
+        """Number one batch; returns its number, also when it had to be dropped."""
+        seq = self.next_seq
+        self.next_seq += 1
+        blocks = _blocks(announcements)
+        full = len(self._pending) >= self.limits.pending_batches
+        if full or (self._pending and self._pending_blocks + blocks > self.limits.pending_blocks):
+            self.dropped_batches += 1
+            return seq
+        self._pending.append(PendingBatch(seq, ts, announcements))
+        self._pending_blocks += blocks
+        return seq
+
+    def take_pending(self) -> PendingBatch | None:
+        """The oldest batch that is not encoded yet."""
+        if not self._pending:
+            return None
+        batch = self._pending.popleft()
+        self._pending_blocks -= _blocks(batch.announcements)
+        return batch
+
+    def retain(self, seq: int, payload: bytes) -> None:
+        """Keep an encoded batch for replay; the oldest are pushed out by count and by bytes."""
+        self._retained.append(RetainedBatch(seq, payload))
+        self._retained_bytes += len(payload)
+        while self._over_limit():
+            self._retained_bytes -= len(self._retained.popleft().payload)
+
+    def _over_limit(self) -> bool:
+        over_count = len(self._retained) > self.limits.retained_batches
+        return over_count or (self._retained_bytes > self.limits.retained_bytes and len(self._retained) > 1)
+
+    def retained_from(self, seq: int, limit: int) -> list[RetainedBatch]:
+        """Up to `limit` kept batches with numbers >= seq, in order. Dropped numbers are missing."""
+        if not self._retained:
+            return []
+        skip = max(0, seq - self._retained[0].seq)
+        start = max(0, min(skip, len(self._retained)))
+        while start and self._retained[min(start, len(self._retained)) - 1].seq >= seq:
+            start -= 1
+        return list(islice(self._retained, start, start + limit))
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "next_seq": self.next_seq,
+            "batches_pending": len(self._pending),
+            "batches_dropped": self.dropped_batches,
+            "batches_retained": len(self._retained),
+            "retained_bytes": self._retained_bytes,
+        }

@@ -1,0 +1,113 @@
+"""What is remembered of a block when its request is gone: snapshots taken at submit.
+
+`BlockStoreMeta` describes a run of consecutive blocks of one request and group. Its token ids and hashes are the
+immutable bytes the engine sent, so taking the snapshot costs one object per run; lists appear only in the
+publisher, long after. A future carries the `TransferMeta`, so no code looks a request up at completion.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvevents_service.wire.control import GroupSpec, Offer
+
+TOKEN_BYTES = 4
+
+ExtraKeys = list[Any]
+"""One entry per block, as the engine gave it: a tuple, or None."""
+
+
+class BlockStoreMeta(msgspec.Struct, frozen=True, gc=False):
+    """n consecutive blocks: packed hashes (n x hash_bytes), packed int32 token ids (n x block_size)."""
+
+    group: GroupSpec
+    medium: str
+    hash_bytes: int
+    block_hashes: bytes
+    token_ids: bytes
+    parent_block_hash: bytes | None
+    lora_id: int | None
+    lora_name: str | None
+    extra_keys: ExtraKeys | None
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_hashes) // self.hash_bytes
+
+    def hash_at(self, position: int) -> bytes:
+        start = position * self.hash_bytes
+        return self.block_hashes[start : start + self.hash_bytes]
+
+    def part(self, start: int, stop: int) -> BlockStoreMeta:
+        """Blocks [start, stop) of this run, with the parent that is theirs."""
+        if start == 0 and stop == self.blocks:
+            return self
+        span = self.group.block_size * TOKEN_BYTES
+        return msgspec.structs.replace(
+            self,
+            block_hashes=self.block_hashes[start * self.hash_bytes : stop * self.hash_bytes],
+            token_ids=self.token_ids[start * span : stop * span],
+            parent_block_hash=self.hash_at(start - 1) if start else self.parent_block_hash,
+            extra_keys=self.extra_keys[start:stop] if self.extra_keys is not None else None,
+        )
+
+
+class RemovedRun(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one group that left a tier, leaves before their parents."""
+
+    group: GroupSpec
+    medium: str
+    block_hashes: tuple[bytes, ...]
+
+
+class Cleared(msgspec.Struct, frozen=True, gc=False):
+    """Everything this publisher announced before is void."""
+
+
+Announcement = BlockStoreMeta | RemovedRun | Cleared
+
+
+class StoreRun(NamedTuple):
+    """Where the blocks of one snapshot go: `slots[i]` takes block i of `meta`."""
+
+    meta: BlockStoreMeta
+    slots: list[int]
+
+
+class TransferMeta(msgspec.Struct, frozen=True, eq=False):
+    """One copy between engine blocks and tier slots; rides on the transfer's future.
+
+    `engine_blocks[i]` and `slots[i]` belong together. `owner_id` is the step or load id of the session.
+    A store's `runs` say what will be announced when it completes; a load has none.
+    """
+
+    transfer_id: int
+    kind: str
+    session_id: int
+    owner_id: int
+    engine_blocks: array[int]
+    slots: array[int]
+    deadline: float
+    runs: tuple[StoreRun, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        return len(self.slots)
+
+
+def snapshot(offer: Offer, group: GroupSpec, medium: str, hash_bytes: int) -> BlockStoreMeta:
+    """The snapshot of an offer. Cheap: it keeps the offer's own bytes."""
+    return BlockStoreMeta(
+        group,
+        medium,
+        hash_bytes,
+        offer.block_hashes,
+        offer.token_ids,
+        offer.parent,
+        offer.lora_id,
+        offer.lora_name,
+        offer.extra_keys,
+    )

@@ -1,0 +1,71 @@
+"""Which offered blocks are stored: the checks an offer passes before it gets slots.
+
+Every block that is not stored is counted under one reason:
+
+    bad_lengths     hashes, tokens, block ids or extra keys do not describe the same number of blocks
+    bad_hash        the parent hash is not hash_bytes long
+    scratch_group   the group is not cacheable
+    parent_absent   the block before the run is not in the tier (I6)
+    not_a_chain     hashes repeat, or a later block is known where an earlier one is not
+    backlog         too many blocks are already waiting to be copied
+    no_room         every block of the tier is in use
+    store_dropped   the copy failed, the tier was reset meanwhile, the engine died, or the parent's store failed
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvevents_service.core.metadata import TOKEN_BYTES, BlockStoreMeta
+from kvevents_service.core.pool import BlockPool
+from kvevents_service.wire.control import GroupSpec, Offer
+from kvevents_service.wire.packing import INT32_BYTES
+
+DECLINE_REASONS: Final = (
+    "bad_lengths",
+    "bad_hash",
+    "scratch_group",
+    "parent_absent",
+    "not_a_chain",
+    "backlog",
+    "no_room",
+    "store_dropped",
+)
+
+
+def shape_fault(offer: Offer, group: GroupSpec, hash_bytes: int) -> str | None:
+    """Why the offer cannot be described exactly, or None. Values are never guessed (I7)."""
+    blocks, rest = divmod(len(offer.block_hashes), hash_bytes)
+    fits = (
+        not rest
+        and len(offer.token_ids) == blocks * group.block_size * TOKEN_BYTES
+        and len(offer.block_ids) == blocks * INT32_BYTES
+        and (offer.extra_keys is None or len(offer.extra_keys) == blocks)
+    )
+    if not fits:
+        return "bad_lengths"
+    if offer.parent is not None and len(offer.parent) != hash_bytes:
+        return "bad_hash"
+    return None if group.cacheable else "scratch_group"
+
+
+def split_hashes(packed: bytes, hash_bytes: int) -> list[bytes]:
+    """One bytes object per hash: these become the keys of the index."""
+    return [packed[start : start + hash_bytes] for start in range(0, len(packed), hash_bytes)]
+
+
+def parent_slot(pool: BlockPool, meta: BlockStoreMeta, hashes: list[bytes], known: int) -> int | None:
+    """Slot of the block before `hashes[known]`; None if it has none or the pool does not know it."""
+    before = hashes[known - 1] if known else meta.parent_block_hash
+    return None if before is None else pool.slot_of(meta.group.index, before)
+
+
+def chain_fault(
+    pool: BlockPool, meta: BlockStoreMeta, hashes: list[bytes], known: int, parent: int | None
+) -> str | None:
+    """Why the unknown rest of a run may not be stored, or None."""
+    if parent is None and (known or meta.parent_block_hash is not None):
+        return "parent_absent"
+    if not pool.is_fresh_chain(meta.group.index, hashes[known:]):
+        return "not_a_chain"
+    return None

@@ -1,0 +1,326 @@
+"""The block pool of one tier: slots, hash index, parents, pins, leaf-first eviction.
+
+    FREE --allocate--> PENDING --commit--> READY --evict--> FREE
+                          |  |               |
+                          |  +--clear--> ORPHANED
+                          |                  |
+                          +----abandon-------+--clear--> DOOMED --(unpinned, childless)--> FREE
+
+PENDING: a copy is writing the slot. READY: loadable, announced. ORPHANED: no longer found by hash, but a copy is
+still writing. DOOMED: not found by hash, and freed when its last pin and its last child are gone.
+
+Prefix closure (I6): in a prefix kind a block is allocated only behind its parent and a parent outlives its
+children, so the indexed blocks of a chain are always a prefix of it. That is why the longest prefix is found by
+bisection, why pinning the last block of a hit pins all of it, and why a store is one bulk insert.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvevents_service.core.eviction import EvictionQueue
+from kvevents_service.core.metadata import BlockStoreMeta
+
+FREE, PENDING, READY, ORPHANED, DOOMED = range(5)
+NO_SLOT = -1
+"""Array filler for "no parent"; never leaves this module as a slot."""
+
+
+class Evicted(NamedTuple):
+    """A block that left to make room."""
+
+    group: int
+    block_hash: bytes
+
+
+class Allocation(NamedTuple):
+    """Slots for the first len(slots) blocks of a run, and what left to make room for them, in order."""
+
+    slots: list[int]
+    evicted: list[Evicted]
+
+
+class BlockPool:
+    """`capacity` slots shared by `groups` groups. Not thread safe; no I/O, no clock."""
+
+    def __init__(self, capacity: int, groups: int) -> None:
+        self.capacity = capacity
+        self.index: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self._free = list(range(capacity - 1, -1, -1))
+        self._state = bytearray(capacity)
+        self._group = bytearray(capacity)
+        self._parent = array("i", [NO_SLOT]) * capacity
+        self._children = array("i", bytes(4 * capacity))
+        self._pins = array("i", bytes(4 * capacity))
+        self._position = array("i", bytes(4 * capacity))
+        self._hash: list[bytes | None] = [None] * capacity
+        self._meta: list[BlockStoreMeta | None] = [None] * capacity
+        self._queue = EvictionQueue(capacity)
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {len(self)}/{self.capacity} indexed, {len(self._free)} free>"
+
+    def __len__(self) -> int:
+        """Blocks found by hash, pending ones included."""
+        return sum(map(len, self.index))
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    # lookup
+
+    def known_prefix(self, group: int, hashes: Sequence[bytes]) -> int:
+        """How many leading blocks of the chain are indexed, ready or pending."""
+        index = self.index[group]
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if hashes[middle] in index:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def ready_prefix(self, group: int, packed: bytes, hash_bytes: int) -> int:
+        """How many leading blocks of the packed chain can be loaded now."""
+        index, state = self.index[group], self._state
+        low, high = 0, len(packed) // hash_bytes
+        while low < high:
+            middle = (low + high) // 2
+            slot = index.get(packed[middle * hash_bytes : (middle + 1) * hash_bytes])
+            if slot is not None and state[slot] == READY:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def slot_of(self, group: int, block_hash: bytes) -> int | None:
+        return self.index[group].get(block_hash)
+
+    def state_of(self, slot: int) -> int:
+        return self._state[slot]
+
+    def hash_of(self, slot: int) -> bytes | None:
+        return self._hash[slot]
+
+    def parent_of(self, slot: int) -> int | None:
+        parent = self._parent[slot]
+        return None if parent == NO_SLOT else parent
+
+    def chain(self, tail: int, length: int) -> list[int] | None:
+        """The `length` slots that end at `tail`, first block first; None if the chain is shorter."""
+        parents, slots = self._parent, []
+        slot = tail
+        for _ in range(length):
+            if slot == NO_SLOT:
+                return None
+            slots.append(slot)
+            slot = parents[slot]
+        slots.reverse()
+        return slots
+
+    def meta_of(self, slot: int) -> BlockStoreMeta | None:
+        """The snapshot of one indexed block, or None."""
+        meta = self._meta[slot]
+        return None if meta is None else meta.part(self._position[slot], self._position[slot] + 1)
+
+    # store
+
+    def is_fresh_chain(self, group: int, hashes: list[bytes]) -> bool:
+        """True if the hashes are distinct and none is indexed: a chain's end behind its known prefix always is."""
+        fresh = set(hashes)
+        return len(fresh) == len(hashes) and fresh.isdisjoint(self.index[group])
+
+    def allocate(self, meta: BlockStoreMeta, hashes: list[bytes], parent: int | None) -> Allocation:
+        """Slots for as many leading blocks of a fresh chain as there is room for, evicting where needed.
+
+        `hashes[i]` is block i of `meta`; the blocks become PENDING. The parent is safe from this eviction.
+        """
+        if parent is not None:
+            self._pins[parent] += 1
+        evicted = self._make_room(len(hashes))
+        if parent is not None:
+            self._pins[parent] -= 1
+        count = min(len(hashes), len(self._free))
+        slots = self._take_free(count)
+        if count:
+            self._fill(meta, hashes, slots, parent)
+        elif parent is not None:
+            self._offer_if_evictable(parent)
+        return Allocation(slots, evicted)
+
+    def _take_free(self, count: int) -> list[int]:
+        if not count:
+            return []
+        slots = self._free[-count:]
+        del self._free[-count:]
+        slots.reverse()
+        return slots
+
+    def _fill(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
+        group = meta.group.index
+        self.index[group].update(zip(hashes, slots, strict=False))
+        previous = NO_SLOT if parent is None else parent
+        if previous != NO_SLOT:
+            self._children[previous] += 1
+        state, groups, parents, children = self._state, self._group, self._parent, self._children
+        positions, names, metas = self._position, self._hash, self._meta
+        for position, slot in enumerate(slots):
+            state[slot] = PENDING
+            groups[slot] = group
+            parents[slot] = previous
+            children[slot] = 1
+            positions[slot] = position
+            names[slot] = hashes[position]
+            metas[slot] = meta
+            previous = slot
+        children[previous] = 0
+        self._queue.touch_run(slots)
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """The bytes of these pending blocks have arrived: they can be loaded."""
+        state = self._state
+        for slot in slots:
+            state[slot] = READY
+        for slot in slots:
+            if not self._children[slot]:
+                self._offer_if_evictable(slot)
+
+    def abandon(self, slots: Sequence[int]) -> None:
+        """The copy into these slots has ended, and its blocks are not wanted. Children before parents."""
+        for slot in slots:
+            if self._state[slot] == PENDING:
+                self._unindex(slot)
+            self._state[slot] = DOOMED
+        for slot in slots:
+            self._reap(slot)
+
+    def clear(self) -> list[tuple[int, list[bytes]]]:
+        """Forget every block by hash. Returns (group, hashes that were READY, children before parents) a group."""
+        return [(group, self._clear_group(group)) for group in range(len(self.index))]
+
+    def _clear_group(self, group: int) -> list[bytes]:
+        slots = list(self.index[group].values())
+        slots.reverse()  # a child is always inserted after its parent
+        were_ready = []
+        for slot in slots:
+            block_hash = self._unindex(slot)
+            if self._state[slot] == READY:
+                were_ready.append(block_hash)
+                self._state[slot] = DOOMED
+            else:
+                self._state[slot] = ORPHANED
+        for slot in slots:
+            self._reap(slot)
+        return were_ready
+
+    # use
+
+    def touch(self, slot: int) -> None:
+        """The chain that ends here was used now."""
+        self._queue.touch(slot)
+
+    def pin(self, slot: int) -> None:
+        """Keep this block and all before it from leaving."""
+        self._pins[slot] += 1
+
+    def unpin(self, slot: int) -> None:
+        self._pins[slot] -= 1
+        if self._state[slot] == DOOMED:
+            self._reap(slot)
+        else:
+            self._offer_if_evictable(slot)
+
+    # eviction
+
+    def _is_evictable(self, slot: int) -> bool:
+        return self._state[slot] == READY and not self._children[slot] and not self._pins[slot]
+
+    def _offer_if_evictable(self, slot: int) -> None:
+        if self._is_evictable(slot):
+            self._queue.offer(slot)
+
+    def _make_room(self, wanted: int) -> list[Evicted]:
+        evicted: list[Evicted] = []
+        while len(self._free) < wanted:
+            slot = self._queue.pop()
+            if slot is None:
+                break
+            if self._is_evictable(slot):
+                evicted.append(self._evict(slot))
+        return evicted
+
+    def _evict(self, slot: int) -> Evicted:
+        evicted = Evicted(self._group[slot], self._unindex(slot))
+        self._release(slot)
+        return evicted
+
+    def _unindex(self, slot: int) -> bytes:
+        block_hash = self._hash[slot]
+        assert block_hash is not None, "only an indexed block can leave the index"
+        del self.index[self._group[slot]][block_hash]
+        self._hash[slot] = None
+        self._meta[slot] = None
+        return block_hash
+
+    def _reap(self, slot: int) -> None:
+        """Free a doomed block that nothing holds, then its doomed parents."""
+        while self._state[slot] == DOOMED and not self._children[slot] and not self._pins[slot]:
+            parent = self._release(slot)
+            if parent is None:
+                return
+            slot = parent
+
+    def _release(self, slot: int) -> int | None:
+        """Back to FREE; the parent has one child less. Returns the parent."""
+        self._state[slot] = FREE
+        self._free.append(slot)
+        parent = self._parent[slot]
+        if parent == NO_SLOT:
+            return None
+        self._parent[slot] = NO_SLOT
+        self._children[parent] -= 1
+        self._queue.inherit(parent, slot)
+        self._offer_if_evictable(parent)
+        return parent
+
+    # instruments
+
+    def ready_hashes(self, group: int) -> list[bytes]:
+        """Hashes of every loadable block of a group, parents before children."""
+        state = self._state
+        return [block_hash for block_hash, slot in self.index[group].items() if state[slot] == READY]
+
+    def count(self, state: int) -> int:
+        """How many slots are in a state."""
+        return self._state.count(state)
+
+    def pinned(self) -> int:
+        """How many slots carry a pin."""
+        return sum(1 for pins in self._pins if pins)
+
+    def check(self) -> None:
+        """Assert every internal invariant; for tests and doctors, O(capacity)."""
+        assert self.count(FREE) == len(self._free) == len(set(self._free))
+        children = array("i", bytes(4 * self.capacity))
+        for slot in range(self.capacity):
+            self._check_slot(slot)
+            if self._parent[slot] != NO_SLOT:
+                children[self._parent[slot]] += 1
+        assert children == self._children
+
+    def _check_slot(self, slot: int) -> None:
+        state, parent = self._state[slot], self._parent[slot]
+        assert self._pins[slot] >= 0
+        if state == FREE:
+            assert parent == NO_SLOT
+            assert not self._pins[slot]
+            return
+        indexed = self._hash[slot] is not None
+        assert indexed == (state in (PENDING, READY))
+        assert not indexed or self.index[self._group[slot]][self._hash[slot] or b""] == slot
+        assert parent == NO_SLOT or self._state[parent] != FREE
+        assert state != READY or parent == NO_SLOT or self._state[parent] == READY, "prefix closure"

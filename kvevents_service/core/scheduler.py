@@ -1,0 +1,118 @@
+"""The offload scheduler: a pure state machine between engines, the block pool and the copies.
+
+Every verb takes what happened and returns the commands that follow, in order. It never waits, and it keeps no
+request alive: a store's snapshot rides on its `TransferMeta`. Times are seconds of the caller's clock.
+"""
+
+from __future__ import annotations
+
+from kvevents_service.core.commands import Command, Reply
+from kvevents_service.core.loads import Loads
+from kvevents_service.core.metadata import TransferMeta
+from kvevents_service.core.offers import DECLINE_REASONS
+from kvevents_service.core.pool import PENDING, READY
+from kvevents_service.core.stores import Stores
+from kvevents_service.core.tier import Limits, Tier, TierSpec
+from kvevents_service.wire.control import Hit, Load, Lookup, Release, Reset, ResetDone, Step
+
+_COUNTED = (
+    "blocks_stored",
+    "blocks_removed",
+    "blocks_loaded",
+    "blocks_known",
+    "hit_blocks",
+    "lookups",
+    "lookups_refused",
+    "leases_expired",
+    "loads_failed",
+    "loads_refused",
+    "stores_failed",
+)
+
+
+class OffloadScheduler:
+    """Decides what is stored, loaded, evicted and announced for one tier."""
+
+    def __init__(self, spec: TierSpec, limits: Limits | None = None) -> None:
+        self.tier = Tier(spec, limits or Limits())
+        self.pool = self.tier.pool
+        self.stores = Stores(self.tier)
+        self.loads = Loads(self.tier)
+
+    def __repr__(self) -> str:
+        return f"<OffloadScheduler {self.pool!r} stores={len(self.stores)} loads={len(self.loads)}>"
+
+    def hello(self, session_id: int, engine_blocks: int) -> None:
+        """A session registered memory of `engine_blocks` blocks; its block ids are below that."""
+        self.tier.engine_blocks[session_id] = engine_blocks
+
+    def goodbye(self, session_id: int) -> None:
+        """The engine is gone: leases end, stores under way announce nothing. What it stored stays."""
+        self.tier.engine_blocks.pop(session_id, None)
+        self.loads.goodbye(session_id)
+        self.stores.abandon_session(session_id)
+
+    def step(self, session_id: int, step: Step, now: float) -> list[Command]:
+        """Store what is new of a step's offers; end what finished or lost its blocks. ControlError: no change."""
+        commands = self.stores.begin(session_id, step, now)
+        for request_id in step.finished:
+            self.finish(session_id, request_id)
+        for request_id in step.preempted:
+            self.preempt(session_id, request_id)
+        return commands
+
+    def lookup(self, session_id: int, lookup: Lookup, now: float) -> Hit:
+        """The longest loadable prefix of a chain, pinned. ControlError if the message cannot be meant."""
+        return self.loads.lookup(session_id, lookup, now)
+
+    def load(self, session_id: int, load: Load, now: float) -> list[Command]:
+        """Copy a leased hit into engine blocks. ControlError if the blocks are not the session's."""
+        return self.loads.begin(session_id, load, now)
+
+    def release(self, session_id: int, release: Release) -> None:
+        """A leased hit will not be loaded."""
+        self.loads.release(session_id, release)
+
+    def finish(self, session_id: int, request_id: str) -> None:
+        """A request ended, in whatever state it was; unknown ids are fine."""
+        self.loads.finish(session_id, request_id)
+
+    def preempt(self, session_id: int, request_id: str) -> None:
+        """A request lost its engine blocks: hits it has not loaded are void. It looks up again when it resumes."""
+        self.loads.finish(session_id, request_id)
+
+    def complete(self, transfer: TransferMeta) -> list[Command]:
+        """A copy has ended well."""
+        return self.loads.end(transfer, good=True) if transfer.kind == "load" else self.stores.complete(transfer)
+
+    def fail(self, transfer: TransferMeta) -> list[Command]:
+        """A copy has ended badly, or was never started."""
+        return self.loads.end(transfer, good=False) if transfer.kind == "load" else self.stores.fail(transfer)
+
+    def reset(self, session_id: int, reset: Reset) -> list[Command]:
+        """Forget every block, by explicit removals. Copies under way end without an announcement."""
+        commands, removed = self.clear()
+        return [*commands, Reply(session_id, ResetDone(reset.call_id, removed))]
+
+    def clear(self) -> tuple[list[Command], int]:
+        """Remove every block of the tier; returns the announcement and how many blocks were removed."""
+        cleared = [(group, hashes) for group, hashes in self.pool.clear() if hashes]
+        removed = sum(len(hashes) for _, hashes in cleared)
+        return ([self.stores.removal(cleared)] if cleared else []), removed
+
+    def tick(self, now: float) -> None:
+        """End what is past its deadline. Call it about once a second."""
+        self.loads.expire(now)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since start and gauges of now; every declined block is under one `declined_` reason."""
+        return {
+            **{f"declined_{reason}": 0 for reason in DECLINE_REASONS},
+            **dict.fromkeys(_COUNTED, 0),
+            **self.tier.counters,
+            "blocks_resident": self.pool.count(READY),
+            "blocks_pending": self.pool.count(PENDING),
+            "blocks_free": self.pool.free_slots,
+            "leases": len(self.loads.requests),
+            "transfers": len(self.stores) + len(self.loads),
+        }

@@ -1,0 +1,201 @@
+"""Stores: from a step's offers to slots and a copy, and from the copy's end to an announcement.
+
+    begin -> Copy -> end(good) -> Publish(BlockStored), Reply(StepDone)
+                 \\-> end(bad), reset or engine gone -> Reply(StepDone), nothing announced (I2)
+
+A run is announced only behind its parent. A copy that ends before its parent's copy is held until that is decided.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.metadata import (
+    BlockStoreMeta,
+    RemovedRun,
+    StoreRun,
+    TransferMeta,
+    snapshot,
+)
+from kvevents_service.core.offers import chain_fault, parent_slot, shape_fault, split_hashes
+from kvevents_service.core.pool import PENDING, READY, Evicted
+from kvevents_service.core.tier import Tier
+from kvevents_service.errors import ControlError
+from kvevents_service.wire.control import Offer, Step, StepDone
+from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
+
+
+class StepTally:
+    """Blocks of one step: what became of them, and the runs that need a copy."""
+
+    __slots__ = ("declined", "engine_blocks", "evicted", "known", "runs", "slots")
+
+    def __init__(self) -> None:
+        self.known = self.declined = 0
+        self.runs: list[StoreRun] = []
+        self.evicted: list[Evicted] = []
+        self.engine_blocks = array("i")
+        self.slots = array("i")
+
+
+class Stores:
+    """Every store under way."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.pending_blocks = 0
+        self._tallies: dict[TransferMeta, StepTally] = {}
+        self._held: list[TransferMeta] = []
+        self._abandoned: set[TransferMeta] = set()
+
+    def __len__(self) -> int:
+        return len(self._tallies)
+
+    # begin
+
+    def begin(self, session_id: int, step: Step, now: float) -> list[Command]:
+        """Store what is new of a step's offers. ControlError, before anything changed, if one is impossible."""
+        for offer in step.offers:
+            if not 0 <= offer.group < len(self.tier.spec.groups):
+                raise ControlError("bad_group", "offers.group", f"below {len(self.tier.spec.groups)}")
+            self.tier.block_ids(session_id, offer.block_ids, "offers.block_ids")
+        tally = StepTally()
+        for offer in step.offers:
+            self._take_offer(offer, tally)
+        commands = self._announce_removed(tally.evicted)
+        if not tally.runs:
+            return [*commands, Reply(session_id, StepDone(step.step_id, 0, tally.known, tally.declined))]
+        return [*commands, Copy(self._transfer(session_id, step.step_id, tally, now))]
+
+    def _take_offer(self, offer: Offer, tally: StepTally) -> None:
+        spec, pool = self.tier.spec, self.tier.pool
+        group = spec.groups[offer.group]
+        fault = shape_fault(offer, group, spec.hash_bytes)
+        if fault is not None:
+            self._decline(tally, fault, len(offer.block_ids) // INT32_BYTES)
+            return
+        meta = snapshot(offer, group, spec.medium, spec.hash_bytes)
+        hashes = split_hashes(offer.block_hashes, spec.hash_bytes)
+        known = pool.known_prefix(group.index, hashes)
+        parent = parent_slot(pool, meta, hashes, known)
+        if parent is not None:
+            pool.touch(parent)
+        tally.known += known
+        self.tier.counters["blocks_known"] += known
+        if known == len(hashes):
+            return
+        fault = self._fault(meta, hashes, known, parent)
+        if fault is not None:
+            self._decline(tally, fault, len(hashes) - known)
+            return
+        self._store(
+            meta.part(known, len(hashes)), hashes[known:], parent, offer.block_ids[INT32_BYTES * known :], tally
+        )
+
+    def _fault(self, meta: BlockStoreMeta, hashes: list[bytes], known: int, parent: int | None) -> str | None:
+        if self.pending_blocks + len(hashes) - known > self.tier.limits.max_pending_blocks:
+            return "backlog"
+        return chain_fault(self.tier.pool, meta, hashes, known, parent)
+
+    def _store(
+        self,
+        meta: BlockStoreMeta,
+        hashes: list[bytes],
+        parent: int | None,
+        block_ids: bytes,
+        tally: StepTally,
+    ) -> None:
+        slots, evicted = self.tier.pool.allocate(meta, hashes, parent)
+        tally.evicted += evicted
+        if len(slots) < len(hashes):
+            self._decline(tally, "no_room", len(hashes) - len(slots))
+        if slots:
+            self.pending_blocks += len(slots)
+            tally.runs.append(StoreRun(meta.part(0, len(slots)), slots))
+            tally.slots.extend(slots)
+            tally.engine_blocks += unpack_int32(block_ids[: INT32_BYTES * len(slots)])
+
+    def _decline(self, tally: StepTally, reason: str, blocks: int) -> None:
+        tally.declined += blocks
+        self.tier.counters[f"declined_{reason}"] += blocks
+
+    def _transfer(self, session_id: int, step_id: int, tally: StepTally, now: float) -> TransferMeta:
+        deadline = now + self.tier.limits.transfer_deadline_s
+        transfer = TransferMeta(
+            self.tier.next_id(), "store", session_id, step_id, tally.engine_blocks, tally.slots, deadline,
+            tuple(tally.runs),
+        )  # fmt: skip
+        self._tallies[transfer] = tally
+        return transfer
+
+    def _announce_removed(self, evicted: list[Evicted]) -> list[Command]:
+        if not evicted:
+            return []
+        by_group: dict[int, list[bytes]] = {}
+        for group, block_hash in evicted:
+            by_group.setdefault(group, []).append(block_hash)
+        return [self.removal(list(by_group.items()))]
+
+    def removal(self, by_group: list[tuple[int, list[bytes]]]) -> Publish:
+        """The announcement that these blocks left the tier, counted."""
+        spec = self.tier.spec
+        self.tier.counters["blocks_removed"] += sum(len(hashes) for _, hashes in by_group)
+        return Publish(
+            tuple(RemovedRun(spec.groups[group], spec.medium, tuple(hashes)) for group, hashes in by_group)
+        )
+
+    # end
+
+    def complete(self, transfer: TransferMeta) -> list[Command]:
+        """The copy has ended well."""
+        self._held.append(transfer)
+        return self._settle()
+
+    def fail(self, transfer: TransferMeta) -> list[Command]:
+        """The copy has ended badly or was never started."""
+        self.tier.counters["stores_failed"] += 1
+        return [*self._end(transfer, good=False), *self._settle()]
+
+    def abandon_session(self, session_id: int) -> None:
+        """The engine is gone: its stores under way will announce nothing."""
+        self._abandoned.update(t for t in self._tallies if t.session_id == session_id)
+
+    def _settle(self) -> list[Command]:
+        """End every copied store whose parents are decided, until none is left that can be."""
+        commands: list[Command] = []
+        while ready := [held for held in self._held if not self._waits_for_parent(held)]:
+            self._held = [held for held in self._held if held not in ready]
+            for transfer in ready:
+                commands += self._end(transfer, good=True)
+        return commands
+
+    def _waits_for_parent(self, transfer: TransferMeta) -> bool:
+        pool = self.tier.pool
+        parents = {pool.parent_of(run.slots[0]) for run in transfer.runs}
+        own = {run.slots[-1] for run in transfer.runs}
+        return any(parent is not None and pool.state_of(parent) == PENDING for parent in parents - own)
+
+    def _end(self, transfer: TransferMeta, *, good: bool) -> list[Command]:
+        tally = self._tallies.pop(transfer)
+        good = good and transfer not in self._abandoned
+        self._abandoned.discard(transfer)
+        self.pending_blocks -= transfer.blocks
+        announced = tuple(run.meta for run in transfer.runs if self._end_run(run, good=good))
+        stored = sum(meta.blocks for meta in announced)
+        self.tier.counters["blocks_stored"] += stored
+        lost = transfer.blocks - stored
+        done = Reply(transfer.session_id, StepDone(transfer.owner_id, stored, tally.known, tally.declined + lost))
+        return [Publish(announced), done] if announced else [done]
+
+    def _end_run(self, run: StoreRun, *, good: bool) -> bool:
+        """Commit a run if its copy is good, no reset came in between, and its parent made it."""
+        pool = self.tier.pool
+        parent = pool.parent_of(run.slots[0])
+        wanted = pool.state_of(run.slots[0]) == PENDING
+        if good and wanted and (parent is None or pool.state_of(parent) == READY):
+            pool.commit(run.slots)
+            return True
+        self.tier.counters["declined_store_dropped"] += len(run.slots)
+        pool.abandon(run.slots[::-1])
+        return False

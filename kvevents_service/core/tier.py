@@ -1,0 +1,57 @@
+"""What every part of the offload scheduler shares: the tier's shape, its pool, its bounds, its counters."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from typing import NamedTuple
+
+from kvevents_service.core.pool import BlockPool
+from kvevents_service.errors import ControlError
+from kvevents_service.wire.control import GroupSpec
+from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
+
+
+class TierSpec(NamedTuple):
+    """What the tier is: set by the first hello, the same for every session after it."""
+
+    medium: str
+    capacity_blocks: int
+    hash_bytes: int
+    groups: tuple[GroupSpec, ...]
+
+
+class Limits(NamedTuple):
+    """Bounds of everything that can wait. Times in seconds."""
+
+    max_pending_blocks: int = 65536
+    max_leases: int = 16384
+    max_lease_s: float = 60.0
+    transfer_deadline_s: float = 30.0
+
+
+class Tier:
+    """The pool of one tier with the counters and ids that stores and loads share."""
+
+    def __init__(self, spec: TierSpec, limits: Limits) -> None:
+        self.spec = spec
+        self.limits = limits
+        self.pool = BlockPool(spec.capacity_blocks, len(spec.groups))
+        self.counters: Counter[str] = Counter()
+        self.engine_blocks: dict[int, int] = {}
+        self._last_id = 0
+
+    def next_id(self) -> int:
+        """A new id for a transfer or a lease; never repeats in this process."""
+        self._last_id += 1
+        return self._last_id
+
+    def block_ids(self, session_id: int, packed: bytes, field: str) -> array[int]:
+        """Unpacked engine block ids, each one inside the session's memory; else ControlError."""
+        if len(packed) % INT32_BYTES:
+            raise ControlError("bad_block_ids", field, "packed int32 values")
+        ids = unpack_int32(packed)
+        limit = self.engine_blocks.get(session_id, 0)
+        if ids and not (min(ids) >= 0 and max(ids) < limit):
+            raise ControlError("bad_block_ids", field, f"block ids below {limit}, none negative")
+        return ids

@@ -1,0 +1,139 @@
+"""One connection of an engine to a sidecar: blocking socket calls, each with a deadline. Not thread safe.
+
+The socket is non-blocking; what cannot be written at once waits in a bounded outbox. EOF is the fence: the
+sidecar closes a connection only when no copy of it touches the engine's memory, and so does its death.
+"""
+
+from __future__ import annotations
+
+import array
+import select
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from kvevents_service.errors import SidecarGone, WireError
+from kvevents_service.wire.control import Error, Hello, SidecarMessage, Welcome
+from kvevents_service.wire.framing import FrameReader, decode_sidecar, encode_message
+
+MAX_OUTBOX_BYTES = 64 * 1024 * 1024
+READ_BYTES = 256 * 1024
+
+
+class Connection:
+    """Frames to and from one sidecar."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._reader = FrameReader()
+        self._outbox = bytearray()
+        self._poll_in = select.poll()
+        self._poll_in.register(sock, select.POLLIN)
+        self._poll_out = select.poll()
+        self._poll_out.register(sock, select.POLLOUT)
+
+    def __repr__(self) -> str:
+        return f"<Connection fd={self._socket.fileno()} unsent={len(self._outbox)}>"
+
+    @property
+    def stalled(self) -> bool:
+        """The sidecar has not taken everything that was sent."""
+        return bool(self._outbox)
+
+    def send(self, message: msgspec.Struct, wait_s: float) -> bool:
+        """Send one frame. False, and nothing of it sent, if the sidecar still owes reading an earlier one.
+
+        A frame that was begun stays in the outbox when `wait_s` is over, and goes first next time.
+        Raises SidecarGone when the connection is broken.
+        """
+        if self._outbox and not self._flush(0.0):
+            return False
+        frame = encode_message(message)
+        sent = self._try_send(frame)
+        if sent < len(frame):
+            self._outbox += memoryview(frame)[sent:]
+            self._flush(wait_s)
+        return True
+
+    def _flush(self, wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        while self._outbox:
+            sent = self._try_send(self._outbox)
+            del self._outbox[:sent]
+            left = deadline - time.monotonic()
+            if self._outbox and (left <= 0 or not self._poll_out.poll(left * 1000)):
+                return False
+        return True
+
+    def _try_send(self, data: bytearray) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise SidecarGone(f"the sidecar closed the connection ({error.strerror})") from error
+
+    def receive(self, wait_s: float) -> Iterator[SidecarMessage]:
+        """Messages that have arrived; waits up to `wait_s` for a first one. SidecarGone on EOF (the fence)."""
+        if wait_s > 0:
+            self._poll_in.poll(wait_s * 1000)
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise SidecarGone(f"the connection broke ({error.strerror})") from error
+        if not data:
+            raise SidecarGone("the sidecar closed the connection")
+        try:
+            yield from map(decode_sidecar, self._reader.feed(data))
+        except WireError as error:
+            raise SidecarGone(f"the sidecar sent no valid frame ({error})") from error
+
+    def hang_up(self) -> None:
+        """Ask the sidecar to end: it will close, and EOF arrives, when its copies are done."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:  # it is gone already; the next receive says so
+            return
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> tuple[Connection, Welcome]:
+    """Connect and say hello, with the memory's descriptors. SidecarGone if nobody answers well within `wait_s`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(wait_s)
+        sock.connect(path)
+        _send_with_fds(sock, encode_message(hello), fds)
+        connection = Connection(sock)
+        return connection, _welcome(connection, wait_s)
+    except OSError as error:
+        sock.close()
+        raise SidecarGone(f"no sidecar at {path} ({error.strerror or error})") from error
+    except SidecarGone:
+        sock.close()
+        raise
+
+
+def _send_with_fds(sock: socket.socket, frame: bytearray, fds: Sequence[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sent = sock.sendmsg([frame], rights)
+    sock.sendall(frame[sent:])
+
+
+def _welcome(connection: Connection, wait_s: float) -> Welcome:
+    deadline = time.monotonic() + wait_s
+    while (left := deadline - time.monotonic()) > 0:
+        for message in connection.receive(left):
+            match message:
+                case Welcome():
+                    return message
+                case Error(code=code, field=field, expected=expected):
+                    raise SidecarGone(f"the sidecar refused us: {code}: {field}: expected {expected}")
+    raise SidecarGone("the sidecar did not answer the hello in time")

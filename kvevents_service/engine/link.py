@@ -1,0 +1,100 @@
+"""A registered connection and what is outstanding on it: every step and load accepted ends exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvevents_service.engine.connection import Connection
+from kvevents_service.errors import SidecarGone
+from kvevents_service.wire.control import (
+    Error,
+    Inspected,
+    Load,
+    Loaded,
+    ResetDone,
+    SidecarMessage,
+    Step,
+    StepDone,
+    Welcome,
+)
+from kvevents_service.wire.control import Hit as HitMessage
+
+Answer = HitMessage | ResetDone | Inspected | Error
+Completion = StepDone | Loaded
+
+
+class Link:
+    """Sends and receives on one connection, and keeps the books. Not thread safe."""
+
+    def __init__(self, connection: Connection, welcome: Welcome) -> None:
+        self.connection = connection
+        self.welcome = welcome
+        self.suspect = False
+        self._steps: set[int] = set()
+        self._loads: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<Link steps={len(self._steps)} loads={len(self._loads)} suspect={self.suspect}>"
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._steps) + len(self._loads)
+
+    def send(self, message: msgspec.Struct, wait_s: float) -> bool:
+        """Send and remember. False: nothing was sent. SidecarGone: see `abandoned`."""
+        if not self.connection.send(message, wait_s):
+            return False
+        match message:
+            case Step():
+                self._steps.add(message.step_id)
+            case Load():
+                self._loads.add(message.load_id)
+        return True
+
+    def receive(self, wait_s: float) -> Iterator[Completion | Answer]:
+        """What has arrived; waits up to `wait_s` for a first message."""
+        for message in self.connection.receive(wait_s):
+            self.suspect = False
+            taken = self._take(message)
+            if taken is not None:
+                yield taken
+
+    def _take(self, message: SidecarMessage) -> Completion | Answer | None:
+        match message:
+            case StepDone():
+                self._steps.discard(message.step_id)
+            case Loaded():
+                self._loads.discard(message.load_id)
+            case Error(call_id=int() as number) if number in self._steps or number in self._loads:
+                return self._refused(number)
+            case Welcome():
+                return None
+        return message
+
+    def _refused(self, number: int) -> Completion:
+        """The sidecar refused a step or load: it never touched a block of it."""
+        if number in self._steps:
+            self._steps.discard(number)
+            return StepDone(number, 0, 0, 0)
+        self._loads.discard(number)
+        return Loaded(number, 0)
+
+    def abandoned(self) -> list[Completion]:
+        """After EOF: the ends of everything that was outstanding. No copy of it is running any more."""
+        ends: list[Completion] = [StepDone(step_id, 0, 0, 0) for step_id in sorted(self._steps)]
+        ends += [Loaded(load_id, 0) for load_id in sorted(self._loads)]
+        self._steps.clear()
+        self._loads.clear()
+        return ends
+
+    def drain(self, wait_s: float) -> tuple[list[Completion], bool]:
+        """Completions that have arrived, and True once the connection has ended. For a link that was hung up."""
+        ends: list[Completion] = []
+        try:
+            ends += [message for message in self.receive(wait_s) if isinstance(message, StepDone | Loaded)]
+        except SidecarGone:
+            self.connection.close()
+            return ends + self.abandoned(), True
+        return ends, False

@@ -1,0 +1,171 @@
+"""`kvevents serve`: start, run, stop, readable from top to bottom.
+
+First SIGTERM or SIGINT drains: no new engines, copies under way end, what they announce is sent. A second one, or
+`stop_s`, forces. Exit codes:
+
+    0  stopped by a signal, drained
+    1  a part of the service failed
+    2  the settings cannot work
+    3  stopped before it was drained
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from kvevents_service.config import ServeConfig
+from kvevents_service.core.journal import Journal, JournalLimits
+from kvevents_service.core.metadata import Cleared
+from kvevents_service.service.engines import EnginePlane
+from kvevents_service.service.numbering import SequenceStore
+from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.replayer import Replayer
+from kvevents_service.service.sidecar import Sidecar
+from kvevents_service.sockets import bind
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_FORCED = 0, 1, 2, 3
+LINGER_MS = 500
+MAX_REQUEST_BYTES = 1024
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Where a started sidecar can be reached, ports resolved; the one line `kvevents serve` prints."""
+
+    ready: bool
+    engine_socket: str
+    pub: str
+    replay: str | None
+    topic: str
+    dp_rank: int
+    first_seq: int
+    boot_id: str
+
+
+class Service(NamedTuple):
+    """A started sidecar."""
+
+    ready: Ready
+    sidecar: Sidecar
+    plane: EnginePlane
+    publisher: Publisher
+    replayer: Replayer | None
+
+
+@asynccontextmanager
+async def started(config: ServeConfig) -> AsyncIterator[Service]:
+    """Everything bound and listening; nothing runs yet. Closes all of it at the end."""
+    numbers = SequenceStore(Path(config.state_dir)) if config.state_dir else None
+    first_seq = numbers.first_seq if numbers else 0
+    limits = JournalLimits(retained_batches=config.retained_batches, retained_bytes=config.retained_bytes)
+    journal = Journal(limits, first_seq)
+    context = zmq.Context()
+    plane = None
+    try:
+        pub, pub_endpoint = _publish_socket(context, config)
+        publisher = Publisher(
+            journal, pub, topic=config.topic, dp_rank=config.dp_rank, numbers=numbers, wall_clock=time.time
+        )
+        replayer, replay_endpoint = _replayer(context, config, journal)
+        sidecar = Sidecar(config, publisher, time.monotonic)
+        plane = EnginePlane(sidecar, config.engine_socket)
+        if first_seq:
+            publisher.publish((Cleared(),))  # the bytes of the process before this one are gone
+        ready = Ready(
+            ready=True,
+            engine_socket=plane.path,
+            pub=pub_endpoint,
+            replay=replay_endpoint,
+            topic=config.topic,
+            dp_rank=config.dp_rank,
+            first_seq=first_seq,
+            boot_id=sidecar.boot_id,
+        )
+        yield Service(ready, sidecar, plane, publisher, replayer)
+    finally:
+        if plane is not None:
+            await sidecar.close()
+            plane.unlink()
+        context.destroy(linger=LINGER_MS)
+        if numbers is not None:
+            numbers.close(journal.next_seq)
+
+
+def _publish_socket(context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig) -> tuple[zmq.Socket[bytes], str]:
+    socket = context.socket(zmq.PUB)
+    socket.setsockopt(zmq.SNDHWM, config.send_high_water_mark)
+    return socket, bind(socket, config.pub, "pub")
+
+
+def _replayer(
+    context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig, journal: Journal
+) -> tuple[Replayer | None, str | None]:
+    if config.replay is None:
+        return None, None
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+    endpoint = bind(socket, config.replay, "replay")
+    return Replayer(journal, socket, topic=config.topic, clock=time.monotonic), endpoint
+
+
+async def serve(config: ServeConfig, on_ready: Callable[[Ready], None]) -> int:
+    """Run until a signal; returns the exit code. ConfigError if something cannot be bound or opened."""
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    try:
+        async with started(config) as service:
+            on_ready(service.ready)
+            return await _run(service, signals, config.stop_s)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _run(service: Service, signals: asyncio.Queue[signal.Signals], stop_s: float) -> int:
+    parts = [service.publisher.run(), service.sidecar.run(), service.plane.run()]
+    if service.replayer is not None:
+        parts.append(service.replayer.run())
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(part) for part in parts]
+        log.info("signal %s: draining", (await signals.get()).name)
+        code = await _drain(service, signals, stop_s)
+        for task in tasks:
+            task.cancel()
+    return code
+
+
+async def _drain(service: Service, signals: asyncio.Queue[signal.Signals], stop_s: float) -> int:
+    """Drain within `stop_s` or until a second signal."""
+    draining = asyncio.create_task(_end_cleanly(service))
+    second = asyncio.create_task(signals.get())
+    done, _ = await asyncio.wait({draining, second}, timeout=stop_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, second):
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    if draining in done:
+        return EXIT_OK
+    log.warning("stopped before it was drained")
+    return EXIT_FORCED
+
+
+async def _end_cleanly(service: Service) -> None:
+    await service.sidecar.drained()
+    await service.plane.close()
+    if service.sidecar.withdraw():
+        log.info("withdrew every block")
+    service.publisher.send_pending()

@@ -1,0 +1,155 @@
+"""The engine plane: a Unix domain socket (0600 in a 0700 directory) and the sessions on it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from itertools import count
+from pathlib import Path
+
+from kvevents_service.errors import ConfigError, ControlError, WireError
+from kvevents_service.service.handshake import Greeting, check_peer, read_greeting
+from kvevents_service.service.session import EngineSession
+from kvevents_service.service.sidecar import Sidecar
+from kvevents_service.transfer.memory import EngineMemory, attach
+from kvevents_service.wire.control import PROTOCOL_VERSION, Error, Welcome
+from kvevents_service.wire.framing import encode_message
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 64
+MAX_SESSIONS = 256
+
+
+def listen(path: str) -> socket.socket:
+    """A listening socket at `path`. A stale socket is replaced; one that answers, or another file, is not.
+
+    Raises ConfigError. Directories that are missing are made with mode 0700.
+    """
+    try:
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_stale(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        before = os.umask(0o177)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(before)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError("engine_socket", f"a path that can be bound, not {path} ({error.strerror})") from error
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError("engine_socket", f"no other file at {path}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        with contextlib.suppress(ConnectionRefusedError):
+            probe.connect(path)
+            raise ConfigError("engine_socket", f"a path no other sidecar listens on, not {path}")
+    os.unlink(path)
+
+
+class EnginePlane:
+    """Accepts engines and observers until cancelled."""
+
+    def __init__(self, sidecar: Sidecar, path: str) -> None:
+        self.sidecar = sidecar
+        self.path = path
+        self.sessions: set[EngineSession] = set()
+        self.refused = 0
+        self._socket = listen(path)
+        self._inode = os.stat(path).st_ino
+        self._ids = count(1)
+
+    def __repr__(self) -> str:
+        return f"<EnginePlane {self.path} sessions={len(self.sessions)} refused={self.refused}>"
+
+    async def run(self) -> None:
+        """Accept until cancelled."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as handshakes:
+            while True:
+                sock, _ = await loop.sock_accept(self._socket)
+                handshakes.create_task(self._greet(sock))
+
+    async def _greet(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            check_peer(sock)
+            if len(self.sessions) >= MAX_SESSIONS:
+                raise ControlError("too_many_sessions", "hello", f"at most {MAX_SESSIONS} sessions")
+            await self._open(sock, await read_greeting(sock))
+        except ControlError as error:
+            self._turn_away(sock, error.code, error.field, error.expected)
+        except WireError as error:
+            self._turn_away(sock, "bad_message", error.field, error.expected)
+        except TimeoutError:
+            self._turn_away(sock, "too_slow", "hello", "a whole hello in time")
+        except ConfigError as error:
+            self._turn_away(sock, "bad_config", error.setting, error.expected)
+        except OSError as error:
+            log.info("an engine left during its hello: %s", error)
+            sock.close()
+        except Exception:  # the border of a handshake: a bug of ours must not end the other sessions
+            log.exception("a hello failed")
+            self._turn_away(sock, "internal", "hello", "the sidecar to have no bug here")
+
+    async def _open(self, sock: socket.socket, greeting: Greeting) -> None:
+        hello, memory = greeting.hello, await self._attach(greeting)
+        session = EngineSession(next(self._ids), self.sidecar, memory)
+        capacity = 0
+        try:
+            if memory is not None:
+                capacity = self.sidecar.admit(session, hello, memory).scheduler.tier.spec.capacity_blocks
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: session, sock)
+        except BaseException:
+            self.sidecar.dismiss(session)
+            if memory is not None:
+                memory.close()
+            raise
+        self.sessions.add(session)
+        session.closed.add_done_callback(lambda _: self.sessions.discard(session))
+        log.info("session %d: %s %s", session.session_id, hello.role, hello.engine_id)
+        block_bytes = memory.block_bytes if memory is not None else 0
+        session.send(Welcome(PROTOCOL_VERSION, self.sidecar.boot_id, session.session_id, capacity, block_bytes))
+
+    async def _attach(self, greeting: Greeting) -> EngineMemory | None:
+        hello, fds = greeting
+        if hello.role == "engine":
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(None, attach, hello.memories, hello.regions, fds)
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _turn_away(self, sock: socket.socket, code: str, field: str, expected: str) -> None:
+        self.refused += 1
+        log.warning("a peer was turned away: %s: %s: expected %s", code, field, expected)
+        with contextlib.suppress(OSError):
+            sock.send(encode_message(Error(None, code, field, expected)))
+        sock.close()
+
+    async def close(self) -> None:
+        """End every session once its copies are done."""
+        for session in tuple(self.sessions):
+            session.end()
+        await asyncio.gather(*(session.closed for session in tuple(self.sessions)))
+
+    def unlink(self) -> None:
+        """Stop listening and remove the socket's file, if it is still ours."""
+        self._socket.close()
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.path).st_ino == self._inode:
+                os.unlink(self.path)

@@ -1,0 +1,93 @@
+"""The publisher coroutine: numbered announcements -> wire events -> encoded batches -> the PUB socket.
+
+`publish` only numbers a batch and wakes the coroutine: no step and no copy ever waits for it (I11). The lists of
+token ids appear here, after the copy, from the snapshot that rode on the transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from kvevents_service.core.announce import to_event
+from kvevents_service.core.journal import Journal, PendingBatch
+from kvevents_service.core.metadata import Announcement
+from kvevents_service.service.numbering import SequenceStore
+from kvevents_service.wire.codec import encode_batch
+from kvevents_service.wire.events import EventBatch
+from kvevents_service.wire.frames import live_frames
+
+BATCHES_PER_TURN = 16
+"""After so many batches the coroutine lets lookups have the loop."""
+
+
+class Publisher:
+    """Sends the journal's batches in order. A subscriber that is too slow loses batches and sees a gap."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        socket: zmq.Socket[bytes],
+        *,
+        topic: str,
+        dp_rank: int,
+        numbers: SequenceStore | None,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.journal = journal
+        self.batches_sent = 0
+        self.send_refused = 0
+        self._socket = socket
+        self._topic = topic.encode()
+        self._dp_rank = dp_rank
+        self._numbers = numbers
+        self._wall_clock = wall_clock
+        self._wake = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Publisher sent={self.batches_sent} {self.journal!r}>"
+
+    def publish(self, announcements: tuple[Announcement, ...]) -> int:
+        """Number a batch and return; it is sent soon, in order."""
+        seq = self.journal.append(announcements, self._wall_clock())
+        self._wake.set()
+        return seq
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self.send_pending(BATCHES_PER_TURN) == BATCHES_PER_TURN:
+                self._wake.set()
+                await asyncio.sleep(0)
+
+    def send_pending(self, limit: int | None = None) -> int:
+        """Encode and send up to `limit` batches (None: all); returns how many. Used by the drain as well."""
+        sent = 0
+        while (limit is None or sent < limit) and (batch := self.journal.take_pending()) is not None:
+            self._send(batch)
+            sent += 1
+        return sent
+
+    def _send(self, batch: PendingBatch) -> None:
+        events = [to_event(item) for item in batch.announcements]
+        payload = encode_batch(EventBatch(batch.ts, events, self._dp_rank))
+        if self._numbers is not None:
+            self._numbers.cover(batch.seq)
+        self.journal.retain(batch.seq, payload)
+        try:
+            self._socket.send_multipart(live_frames(self._topic, batch.seq, payload), zmq.NOBLOCK)
+        except zmq.Again:
+            self.send_refused += 1  # the number is spent and retained: consumers see a gap and can replay it
+        else:
+            self.batches_sent += 1
+
+    def stats(self) -> dict[str, int]:
+        return {
+            **self.journal.stats(),
+            "batches_sent": self.batches_sent,
+            "batches_send_refused": self.send_refused,
+        }

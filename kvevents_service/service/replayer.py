@@ -1,0 +1,99 @@
+"""The replay endpoint, as vLLM speaks it: a DEALER or REQ asks for a number, the ROUTER sends what is retained.
+
+Every request is answered: a bad one and one that asks for the future get just the end marker. A client that does
+not read delays nobody: it has a cursor of its own, and is dropped at its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from kvevents_service.core.journal import Journal
+from kvevents_service.errors import WireError
+from kvevents_service.sockets import Receiver
+from kvevents_service.wire.frames import REPLAY_END, parse_replay_request, replay_reply
+
+MAX_CLIENTS = 64
+CLIENT_DEADLINE_S = 30.0
+RETRY_S = 0.005
+CHUNK = 64
+
+
+class Replayer:
+    """Answers replay requests from the journal's retained batches."""
+
+    def __init__(
+        self, journal: Journal, socket: zmq.Socket[bytes], *, topic: str, clock: Callable[[], float]
+    ) -> None:
+        self.journal = journal
+        self.requests = self.bad_requests = self.dropped_clients = 0
+        self._socket = socket
+        self._topic = topic.encode()
+        self._clock = clock
+        self._clients: dict[bytes, asyncio.Task[None]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Replayer clients={len(self._clients)} requests={self.requests}>"
+
+    async def run(self) -> None:
+        """Answer until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            with Receiver(self._socket) as receiver:
+                while True:
+                    identity, *frames = await receiver.recv()
+                    await self._accept(identity, frames, tasks)
+
+    async def _accept(self, identity: bytes, frames: list[bytes], tasks: asyncio.TaskGroup) -> None:
+        self.requests += 1
+        running = self._clients.pop(identity, None)
+        if running is not None:
+            running.cancel()  # a client that asks again has given up on the first answer
+        if len(self._clients) >= MAX_CLIENTS:
+            self.dropped_clients += 1
+            return
+        task = tasks.create_task(self._serve(identity, frames))
+        self._clients[identity] = task
+        task.add_done_callback(lambda done: self._forget(identity, done))
+
+    def _forget(self, identity: bytes, task: asyncio.Task[None]) -> None:
+        if self._clients.get(identity) is task:
+            del self._clients[identity]
+
+    async def _serve(self, identity: bytes, frames: list[bytes]) -> None:
+        deadline = self._clock() + CLIENT_DEADLINE_S
+        try:
+            start = parse_replay_request(frames)
+        except WireError:
+            self.bad_requests += 1
+            start = self.journal.next_seq
+        while chunk := self.journal.retained_from(start, CHUNK):
+            for seq, payload in chunk:
+                if not await self._send([identity, *replay_reply(self._topic, seq, payload)], deadline):
+                    return
+            start = chunk[-1].seq + 1
+            await asyncio.sleep(0)
+        await self._send([identity, *REPLAY_END], deadline)
+
+    async def _send(self, frames: list[bytes], deadline: float) -> bool:
+        """Send one message; False if the client is gone or did not read in time."""
+        while self._clock() < deadline:
+            try:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                await asyncio.sleep(RETRY_S)
+            except zmq.ZMQError:  # EHOSTUNREACH: the client has left
+                return False
+            else:
+                return True
+        self.dropped_clients += 1
+        return False
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "replay_requests": self.requests,
+            "replay_bad_requests": self.bad_requests,
+            "replay_dropped_clients": self.dropped_clients,
+        }

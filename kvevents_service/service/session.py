@@ -1,0 +1,189 @@
+"""One connected engine or observer: frames in, core verbs, frames out.
+
+A frame that cannot be understood or may not be done is answered with an `Error` and changes nothing. The
+connection ends only by its own peer, by a broken frame border, or by a peer that does not read its answers; and
+never while a copy touches the peer's memory: to the engine, EOF means that no copy of ours is running (I9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvevents_service.errors import ControlError, WireError
+from kvevents_service.service.sidecar import Sidecar
+from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.wire.control import (
+    ClientMessage,
+    Error,
+    Hello,
+    Inspect,
+    Load,
+    Lookup,
+    Release,
+    Reset,
+    SidecarMessage,
+    Step,
+)
+from kvevents_service.wire.framing import FrameReader, decode_client, encode_message
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_BYTES = 32 * 1024 * 1024
+"""Answers a peer may leave unread before it is taken for dead."""
+
+
+class EngineSession(asyncio.Protocol):
+    """The protocol of one session, after its hello."""
+
+    def __init__(self, session_id: int, sidecar: Sidecar, memory: EngineMemory | None) -> None:
+        self.session_id = session_id
+        self.memory = memory
+        self.copies = 0
+        self.errors = 0
+        self.closed = asyncio.get_running_loop().create_future()
+        self._sidecar = sidecar
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._ending = False
+        self._verbs: dict[type, Callable[[Any], None]] = {
+            Inspect: self._inspect,
+            **({} if memory is None else self._engine_verbs()),
+        }
+
+    def __repr__(self) -> str:
+        return f"<EngineSession {self.session_id} copies={self.copies} errors={self.errors}>"
+
+    def _engine_verbs(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            Step: self._step,
+            Lookup: self._lookup,
+            Load: self._load,
+            Release: self._release,
+            Reset: self._reset,
+        }
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in self._reader.feed(data):
+                self._take(body)
+        except WireError as error:
+            self._refuse(None, "bad_frame", error.field, error.expected)
+            self.end()
+
+    def eof_received(self) -> bool:
+        self.end()
+        return True  # keep our side open: we close when no copy touches the peer's memory
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._sidecar.dismiss(self)
+        self._transport = None
+        self.copy_ended()
+
+    # frames
+
+    def _take(self, body: bytes) -> None:
+        if self._ending:
+            return
+        try:
+            message = decode_client(body)
+        except WireError as error:
+            self._refuse(None, "bad_message", error.field, error.expected)
+            return
+        self._perform(message)
+
+    def _perform(self, message: ClientMessage) -> None:
+        verb = self._verbs.get(type(message), self._wrong_verb)
+        try:
+            verb(message)
+        except ControlError as error:
+            self._refuse(_call_id(message), error.code, error.field, error.expected)
+        except Exception:  # the border of a session: a bug of ours must not take the other engines along
+            log.exception("session %d: %s failed", self.session_id, type(message).__name__)
+            self._refuse(_call_id(message), "internal", "message", "the sidecar to have no bug here")
+
+    def _refuse(self, call_id: int | None, code: str, field: str, expected: str) -> None:
+        self.errors += 1
+        self.send(Error(call_id, code, field, expected))
+
+    def send(self, message: SidecarMessage) -> None:
+        """Write one frame, unless the peer is gone. Never waits; bounded by MAX_UNREAD_BYTES."""
+        if self._transport is None or self._ending:
+            return
+        self._transport.write(encode_message(message))
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            log.warning("session %d does not read its answers: ended", self.session_id)
+            self.end()
+
+    # the end
+
+    def end(self) -> None:
+        """Take no more frames; close once no copy touches the peer's memory."""
+        self._ending = True
+        self._sidecar.dismiss(self)
+        self.copy_ended()
+
+    def copy_ended(self) -> None:
+        """A copy of this session has ended: if it was the last of an ending session, let go of the memory."""
+        if self.copies:
+            return
+        if self._transport is not None and self._ending:
+            self._close(self._transport)
+        if self._transport is None and not self.closed.done():
+            if self.memory is not None:
+                self.memory.close()
+            self.closed.set_result(None)
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        if transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            transport.abort()
+        else:
+            transport.close()
+
+    # verbs
+
+    def _step(self, step: Step) -> None:
+        scheduler, now = self._scheduler, self._sidecar.clock()
+        self._sidecar.perform(scheduler.step(self.session_id, step, now))
+
+    def _lookup(self, lookup: Lookup) -> None:
+        self.send(self._scheduler.lookup(self.session_id, lookup, self._sidecar.clock()))
+
+    def _load(self, load: Load) -> None:
+        self._sidecar.perform(self._scheduler.load(self.session_id, load, self._sidecar.clock()))
+
+    def _release(self, release: Release) -> None:
+        self._scheduler.release(self.session_id, release)
+
+    def _reset(self, reset: Reset) -> None:
+        self._sidecar.perform(self._scheduler.reset(self.session_id, reset))
+
+    def _inspect(self, inspect: Inspect) -> None:
+        self.send(self._sidecar.inspect(inspect.call_id, residents=inspect.residents))
+
+    def _wrong_verb(self, message: ClientMessage) -> None:
+        name = type(message).__name__.lower()
+        raise ControlError("not_now", "message", f"no {name} from this role, or at this point of a session")
+
+    @property
+    def _scheduler(self):  # type: ignore[no-untyped-def]
+        tier = self._sidecar.tier
+        assert tier is not None, "an engine session has opened the tier"
+        return tier.scheduler
+
+
+def _call_id(message: ClientMessage) -> int | None:
+    match message:
+        case Hello() | Release():
+            return None
+        case Step(step_id=number) | Load(load_id=number):
+            return number
+        case _:
+            return message.call_id

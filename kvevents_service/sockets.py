@@ -1,0 +1,99 @@
+"""Receiving from ZeroMQ in asyncio without losing a message to a cancelled receive.
+
+The socket's descriptor is edge triggered: readiness may have been reported before we look, and any send may use
+up the edge. So a receive first tries, and only waits when there is nothing; and it looks again now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+import zmq
+
+from kvevents_service.errors import ConfigError
+
+RECHECK_S = 0.05
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+
+
+class Receiver:
+    """The one reader of a socket. `recv` may be cancelled at any time: a message is taken in one step or not."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._ready = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._loop.add_reader(self._fd, self._ready.set)
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop watching. The socket stays open."""
+        self._loop.remove_reader(self._fd)
+
+    def recv_nowait(self) -> list[bytes] | None:
+        """One message if there is one."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    async def recv(self) -> list[bytes]:
+        """The next message. Waits as long as it takes."""
+        while (frames := self.recv_nowait()) is None:
+            self._ready.clear()
+            if (frames := self.recv_nowait()) is not None:
+                return frames
+            try:
+                await asyncio.wait_for(self._ready.wait(), RECHECK_S)
+            except TimeoutError:
+                continue
+        return frames
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
+    """Bind and return the endpoint that it became (port 0 resolved). ConfigError names the setting."""
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(setting, f"an endpoint that can be bound, not {endpoint} ({error})") from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
+    """Connect; a wildcard address means this machine. ConfigError names the setting."""
+    target = connectable(endpoint)
+    socket.setsockopt(zmq.IPV6, "[" in target)
+    try:
+        socket.connect(target)
+    except zmq.ZMQError as error:
+        raise ConfigError(setting, f"an endpoint like tcp://127.0.0.1:5557, not {endpoint} ({error})") from error
+    return target
+
+
+def connectable(endpoint: str) -> str:
+    """The endpoint to connect to for one that a publisher binds: *, 0.0.0.0 and [::] become loopback."""
+    for wildcard, local in (
+        ("//*:", "//127.0.0.1:"),
+        ("//0.0.0.0:", "//127.0.0.1:"),
+        ("//[::]:", "//[::1]:"),
+    ):
+        endpoint = endpoint.replace(wildcard, local)
+    return endpoint
+
+
+def is_local(endpoint: str) -> bool:
+    """True if only this machine can reach the endpoint."""
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")

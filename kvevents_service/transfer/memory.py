@@ -1,0 +1,117 @@
+"""An engine's KV memory, as the sidecar sees it: mapped once at hello, unlinked at once, unmapped when it leaves.
+
+A mapping arrives as a descriptor (SCM_RIGHTS) or as the name of a POSIX shared memory object. Named objects are
+unlinked as soon as they are mapped, so nothing is left behind whoever is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+from kvevents_service.errors import ControlError
+from kvevents_service.wire.control import Memory, Region
+
+SHM_DIR = "/dev/shm"
+
+
+class EngineMemory:
+    """Views of every region: `views[r]` is a tensor [blocks, block_bytes / itemsize] with the region's stride.
+
+    Their dtype is int64 where every offset and size allows it (torch gathers 8 bytes as fast as 1), else uint8.
+    """
+
+    def __init__(self, maps: list[mmap.mmap], regions: Sequence[Region]) -> None:
+        self.regions = tuple(regions)
+        self.blocks = min(region.blocks for region in regions)
+        self.block_bytes = sum(region.block_bytes for region in regions)
+        self._maps = maps
+        self.dtype = _widest(regions)
+        unit = self.dtype.itemsize
+        buffers = [torch.frombuffer(m, dtype=self.dtype, count=len(m) // unit) for m in maps]
+        self.views = [_view(buffers[region.memory], region, unit) for region in regions]
+
+    def __repr__(self) -> str:
+        return f"<EngineMemory {self.blocks} blocks of {self.block_bytes} bytes in {len(self.regions)} regions>"
+
+    def close(self) -> None:
+        """Unmap. No copy that touches this memory may be running."""
+        self.views.clear()
+        self._maps.clear()
+
+
+def _widest(regions: Sequence[Region]) -> torch.dtype:
+    sizes = (size for r in regions for size in (r.block_bytes, r.stride_bytes, r.offset_bytes))
+    return torch.uint8 if any(size % 8 for size in sizes) else torch.int64
+
+
+def _view(buffer: torch.Tensor, region: Region, unit: int) -> torch.Tensor:
+    shape = (region.blocks, region.block_bytes // unit)
+    return torch.as_strided(buffer, shape, (region.stride_bytes // unit, 1), region.offset_bytes // unit)
+
+
+def attach(memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[int]) -> EngineMemory:
+    """Map an engine's memory. Takes ownership of `fds`: they are closed, whatever happens.
+
+    Raises ControlError when a size, a region or a descriptor does not fit what was announced.
+    """
+    try:
+        check_regions(memories, regions)
+        named = [memory for memory in memories if memory.shm_name is not None]
+        if len(fds) != len(memories) - len(named):
+            raise ControlError("bad_memory", "memories", "one descriptor for each memory without shm_name")
+        unused = iter(fds)
+        maps = [
+            _map_fd(next(unused), memory) if memory.shm_name is None else _map_name(memory) for memory in memories
+        ]
+        return EngineMemory(maps, regions)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def check_regions(memories: Sequence[Memory], regions: Sequence[Region]) -> None:
+    """ControlError unless every region lies inside its memory and blocks do not overlap within a region."""
+    if not regions or not memories:
+        raise ControlError("bad_memory", "regions", "at least one region and one memory")
+    for position, region in enumerate(regions):
+        field = f"regions[{position}]"
+        if not 0 <= region.memory < len(memories):
+            raise ControlError("bad_memory", f"{field}.memory", f"below {len(memories)}")
+        if min(region.blocks, region.block_bytes, region.offset_bytes + 1) <= 0:
+            raise ControlError("bad_memory", field, "positive blocks and block_bytes, offset not negative")
+        if region.stride_bytes < region.block_bytes:
+            raise ControlError("bad_memory", f"{field}.stride_bytes", "at least block_bytes")
+        end = region.offset_bytes + (region.blocks - 1) * region.stride_bytes + region.block_bytes
+        if end > memories[region.memory].size_bytes:
+            raise ControlError("bad_memory", field, "to end inside its memory")
+
+
+def _map_fd(fd: int, memory: Memory) -> mmap.mmap:
+    held = os.fstat(fd).st_size
+    if held < memory.size_bytes:
+        raise ControlError("bad_memory", "size_bytes", f"at most {held}, the size of the shared object")
+    try:
+        return mmap.mmap(fd, memory.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise ControlError("bad_memory", "memories", f"a mappable descriptor ({error})") from error
+
+
+def _map_name(memory: Memory) -> mmap.mmap:
+    name = (memory.shm_name or "").removeprefix("/")
+    if not name or "/" in name or name.startswith("."):
+        raise ControlError("bad_memory", "shm_name", "the plain name of a POSIX shared memory object")
+    path = os.path.join(SHM_DIR, name)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ControlError("bad_memory", "shm_name", f"an object that can be opened ({error.strerror})") from error
+    try:
+        mapping = _map_fd(fd, memory)
+        os.unlink(path)
+        return mapping
+    finally:
+        os.close(fd)

@@ -1,0 +1,84 @@
+"""Worker coroutines: one per direction. They take transfers in order and copy off the event loop.
+
+Every submit returns a future that carries its `TransferMeta`; it ends with None when the bytes are there, with
+`CopyFailed` when they are not. A transfer that is past its deadline before its turn is failed without a copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from kvevents_service.core.metadata import TransferMeta
+from kvevents_service.errors import KvEventsError
+from kvevents_service.transfer.arena import HostArena
+from kvevents_service.transfer.copy import load_blocks, store_blocks
+from kvevents_service.transfer.memory import EngineMemory
+
+
+class CopyFailed(KvEventsError):
+    """A copy did not bring its bytes over."""
+
+
+class TransferFuture(asyncio.Future[None]):
+    """The end of one copy. `meta` says what was copied, long after its request is gone."""
+
+    def __init__(self, meta: TransferMeta, *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.meta = meta
+
+
+class _Job(NamedTuple):
+    future: TransferFuture
+    memory: EngineMemory
+
+
+class CopyWorker:
+    """Copies in one direction ("store" or "load"). The scheduler bounds how much can be queued."""
+
+    def __init__(self, kind: str, arena: HostArena, clock: Callable[[], float]) -> None:
+        self.kind = kind
+        self.bytes_moved = 0
+        self._arena = arena
+        self._clock = clock
+        self._copy = store_blocks if kind == "store" else load_blocks
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"kvevents-{kind}")
+
+    def __repr__(self) -> str:
+        return f"<CopyWorker {self.kind} queued={self._jobs.qsize()} moved={self.bytes_moved}>"
+
+    def submit(self, transfer: TransferMeta, memory: EngineMemory) -> TransferFuture:
+        """Queue one copy."""
+        future = TransferFuture(transfer, loop=asyncio.get_running_loop())
+        self._jobs.put_nowait(_Job(future, memory))
+        return future
+
+    async def run(self) -> None:
+        """Copy until cancelled. A copy that is running when it is cancelled is waited for by `close`."""
+        while True:
+            future, memory = await self._jobs.get()
+            try:
+                await self._perform(future.meta, memory)
+            except CopyFailed as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    async def _perform(self, meta: TransferMeta, memory: EngineMemory) -> None:
+        if self._clock() > meta.deadline:
+            raise CopyFailed("past its deadline before its turn")
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(
+                self._executor, self._copy, memory, self._arena, meta.engine_blocks, meta.slots
+            )
+        except RuntimeError as error:  # torch raises RuntimeError for every failed copy
+            raise CopyFailed(str(error)) from error
+        self.bytes_moved += meta.blocks * self._arena.block_bytes
+
+    def close(self) -> None:
+        """Wait for the copy that is running and end the thread."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,204 @@
+"""The engine protocol: what an engine and the sidecar say to each other on the Unix domain socket.
+
+A frame is a 4-byte little-endian length followed by one msgpack array whose first element is the message's
+tag (proto/SPEC.md). Hashes, token ids and block ids travel packed: `block_hashes` is n x hash_bytes bytes,
+`token_ids` and `block_ids` are little-endian int32. A message costs one object, never one per block.
+
+A newer peer may append elements to a message; an older one ignores them (msgspec array structs do).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_HELLO_BYTES = 1024 * 1024
+LENGTH_BYTES = 4
+
+
+class GroupSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One KV cache group. `block_size` is in tokens as stored; `sliding_window` in tokens or None."""
+
+    index: int
+    kind: str
+    block_size: int
+    sliding_window: int | None = None
+    cacheable: bool = True
+
+
+class Memory(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One shared mapping. Without `shm_name` its descriptor rides on the hello frame (SCM_RIGHTS), in order."""
+
+    size_bytes: int
+    shm_name: str | None = None
+
+
+class Region(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where one layer keeps its blocks: block i is `block_bytes` bytes at offset + i * stride of `memory`."""
+
+    name: str
+    memory: int
+    offset_bytes: int
+    block_bytes: int
+    stride_bytes: int
+    blocks: int
+
+
+class Offer(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Consecutive finished blocks of one request and group, in chain order, ready to be copied.
+
+    n = len(block_hashes) / hash_bytes blocks; token_ids holds n * block_size int32, block_ids n int32.
+    `parent` is the hash of the block before the first one, None at the start of a prompt.
+    `extra_keys`, if given, has one entry per block (None where a block has none).
+    """
+
+    request_id: str
+    group: int
+    block_hashes: bytes
+    token_ids: bytes
+    block_ids: bytes
+    parent: bytes | None = None
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False):
+    """First frame of a session. `role` is "engine" (offers, looks up, loads) or "observer" (inspects).
+
+    `namespace` names everything that must agree for KV bytes to be interchangeable (model, weights revision,
+    dtype, layout, hash seed). Blocks are never shared across namespaces.
+    """
+
+    protocol: int
+    role: str
+    engine_id: str
+    namespace: str = ""
+    hash_bytes: int = 32
+    groups: list[GroupSpec] = []
+    memories: list[Memory] = []
+    regions: list[Region] = []
+
+
+class Step(msgspec.Struct, array_like=True, tag="step", frozen=True, gc=False):
+    """One scheduler step: newly confirmed blocks, and requests that ended or were preempted in it.
+
+    The engine keeps every offered block unchanged until the `StepDone` with this id, or EOF.
+    """
+
+    step_id: int
+    offers: list[Offer]
+    finished: list[str] = []
+    preempted: list[str] = []
+
+
+class Lookup(msgspec.Struct, array_like=True, tag="lookup", frozen=True, gc=False):
+    """How many leading blocks of this chain can be loaded? A hit is pinned for `lease_s` seconds."""
+
+    call_id: int
+    request_id: str
+    block_hashes: bytes
+    lease_s: float = 10.0
+
+
+class Load(msgspec.Struct, array_like=True, tag="load", frozen=True, gc=False):
+    """Copy the first len(block_ids) / 4 blocks of a leased hit into these engine blocks; ends the lease."""
+
+    load_id: int
+    request_id: str
+    lease_id: int
+    block_ids: bytes
+
+
+class Release(msgspec.Struct, array_like=True, tag="release", frozen=True, gc=False):
+    """The engine will not load this hit."""
+
+    lease_id: int
+
+
+class Reset(msgspec.Struct, array_like=True, tag="reset", frozen=True, gc=False):
+    """Forget every stored block (weights changed, prefix cache reset)."""
+
+    call_id: int
+
+
+class Inspect(msgspec.Struct, array_like=True, tag="inspect", frozen=True, gc=False):
+    """Ask for counters and, if `residents`, for the resident set."""
+
+    call_id: int
+    residents: bool = False
+
+
+class Welcome(msgspec.Struct, array_like=True, tag="welcome", frozen=True, gc=False):
+    """The session stands. A new `boot_id` means a new sidecar: everything known of the old one is void."""
+
+    protocol: int
+    boot_id: str
+    session_id: int
+    capacity_blocks: int
+    block_bytes: int
+
+
+class StepDone(msgspec.Struct, array_like=True, tag="step_done", frozen=True, gc=False):
+    """No copy of this step touches engine memory any more. Counts are blocks."""
+
+    step_id: int
+    stored: int
+    known: int
+    declined: int
+
+
+class Hit(msgspec.Struct, array_like=True, tag="hit", frozen=True, gc=False):
+    """Answer to a lookup: `blocks` leading blocks are pinned under `lease_id` (None when blocks is 0)."""
+
+    call_id: int
+    blocks: int
+    lease_id: int | None = None
+
+
+class Loaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True, gc=False):
+    """The load has ended; the first `blocks` destination blocks hold the right bytes."""
+
+    load_id: int
+    blocks: int
+
+
+class ResetDone(msgspec.Struct, array_like=True, tag="reset_done", frozen=True, gc=False):
+    """Answer to a reset: so many blocks were removed."""
+
+    call_id: int
+    removed: int
+
+
+class Residents(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Resident blocks of one tier and group, packed hashes in no promised order."""
+
+    medium: str
+    group: int
+    block_hashes: bytes
+
+
+class Inspected(msgspec.Struct, array_like=True, tag="inspected", frozen=True, gc=False):
+    """Answer to an inspect. `next_seq` is the number the next event batch will take."""
+
+    call_id: int
+    next_seq: int
+    hash_bytes: int
+    stats: dict[str, int]
+    residents: list[Residents] = []
+
+
+class Error(msgspec.Struct, array_like=True, tag="error", frozen=True, gc=False):
+    """A message was refused. `call_id` is the refused message's id where it could be read."""
+
+    call_id: int | None
+    code: str
+    field: str
+    expected: str
+
+
+ClientMessage = Hello | Step | Lookup | Load | Release | Reset | Inspect
+SidecarMessage = Welcome | StepDone | Hit | Loaded | ResetDone | Inspected | Error

@@ -1,0 +1,26 @@
+"""Packed integers of the engine protocol: token ids and block ids as little-endian int32."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+INT32_BYTES = 4
+_BIG_ENDIAN = sys.byteorder == "big"
+
+
+def pack_int32(values: Iterable[int]) -> bytes:
+    """Pack values of -2^31 to 2^31 - 1; OverflowError outside."""
+    packed = array("i", values)
+    if _BIG_ENDIAN:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_int32(packed: bytes) -> array[int]:
+    """The values again; ValueError unless the length is a multiple of 4."""
+    values = array("i", packed)
+    if _BIG_ENDIAN:
+        values.byteswap()
+    return values
