@@ -1,4 +1,83 @@
+"""`kvevents demo`: the main job, live, on production traffic: engine -> offload -> events -> tail."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from importlib.resources import as_file, files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
 import click
-@click.command()
-def demo() -> None:
-    """x"""
+import msgspec
+
+from kvevents_service.cli.demo_run import DemoRun, DemoSettings, Summary
+from kvevents_service.cli.render import HumanLines, Look
+from kvevents_service.cli.tail import Filter, Printer
+from kvevents_service.cli.terminal import chat, wants_color, write
+from kvevents_service.errors import SidecarGone
+from kvevents_service.subscriber import Item
+
+EXIT_OFF = 1
+TRACE = "conversation-200.jsonl"
+TRACE_REQUESTS = 200
+HOST_BYTES = 256 * 1024 * 1024
+
+
+@click.command(epilog="Exit codes: 0 everything was right, 1 something was off, 2 bad usage, 130 interrupted.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the summary, as one JSON object.")
+@click.option("--requests", default=TRACE_REQUESTS, show_default=True, type=click.IntRange(1, TRACE_REQUESTS))
+@click.option(
+    "--host-bytes", default=HOST_BYTES, show_default=True, type=click.IntRange(1), help="Size of the tier."
+)
+@click.option(
+    "--pub", default="tcp://127.0.0.1:5557", show_default=True, help="Event endpoint; any free port if taken."
+)
+@click.option("--replay", default="tcp://127.0.0.1:5558", show_default=True, help="Replay endpoint, likewise.")
+@click.option("--color", default="auto", type=click.Choice(["auto", "always", "never"]), show_default=True)
+def demo(as_json: bool, requests: int, host_bytes: int, pub: str, replay: str, color: str) -> int:
+    """Run a sidecar and a reference engine on a slice of production traffic, and watch the event stream.
+
+    The engine verifies every byte it gets back; the end compares the fold of the stream with the resident set.
+    Kill either process while it runs (kill -9 its pid): the demo starts it again and goes on.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvevents-demo-") as directory, as_file(_trace()) as trace:
+        settings = DemoSettings(trace, requests, host_bytes, pub, replay, Path(directory))
+        printer = Printer(HumanLines(Look(color=wants_color(color))), Filter(), None, write)
+        try:
+            summary = asyncio.run(DemoRun(settings, _ignore if as_json else printer.item, chat).run())
+        except (SidecarGone, TimeoutError) as error:
+            chat(f"kvevents demo: {error or 'the stream did not catch up'}")
+            return EXIT_OFF
+    write(msgspec.json.encode(summary).decode() if as_json else table(summary))
+    faults = summary.faults(requests)
+    for fault in faults:
+        chat(f"kvevents demo: {fault}")
+    return EXIT_OFF if faults else 0
+
+
+def _trace() -> Traversable:
+    return files("kvevents_service") / "data" / TRACE
+
+
+def _ignore(item: Item) -> None:
+    """With --json the stream is folded, not shown."""
+
+
+def table(summary: Summary) -> str:
+    """The summary for people."""
+    share = 100 * summary.hit_tokens / max(1, summary.prompt_tokens)
+    rows = {
+        "requests served": f"{summary.requests:,}",
+        "prompt tokens": f"{summary.prompt_tokens:,}",
+        "tokens from the tier": f"{summary.hit_tokens:,} ({share:.1f} %)",
+        "blocks stored / removed / resident": (
+            f"{summary.blocks_stored:,} / {summary.blocks_removed:,} / {summary.blocks_resident:,}"
+        ),
+        "bytes moved / verified": f"{summary.bytes_moved:,} / {summary.bytes_verified:,}",
+        "corrupt blocks": f"{summary.corrupt_blocks}",
+        "sequence gaps": f"{summary.gaps}",
+        "stream equals resident set": "yes" if summary.stream_matches_resident else "NO",
+        "restarts of sidecar / engine": f"{summary.sidecar_restarts} / {summary.engine_restarts}",
+    }
+    return "\n".join(["", *(f"{name:<36}{value}" for name, value in rows.items())])

@@ -33,9 +33,21 @@ def check_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
         raise ControlError("bad_groups", "groups", f"1 to {MAX_GROUPS} groups")
     for position, group in enumerate(groups):
         _check_group(group, position)
-    if not any(group.cacheable for group in groups):
+    cacheable = [group for group in groups if group.cacheable]
+    if not cacheable:
         raise ControlError("bad_groups", "groups", "at least one cacheable group")
+    _check_one_block_size(cacheable)
     return tuple(groups)
+
+
+def _check_one_block_size(groups: list[GroupSpec]) -> None:
+    """A lookup names one chain for all groups: with two sizes of block it could never hit in both."""
+    size = groups[0].block_size
+    for group in groups:
+        if group.block_size != size:
+            raise ControlError(
+                "unsupported_group", f"groups[{group.index}].block_size", f"{size}, as in the others"
+            )
 
 
 def _check_group(group: GroupSpec, position: int) -> None:

@@ -8,9 +8,11 @@ consumer sees the hole (I11).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from itertools import islice
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
 
@@ -28,6 +30,9 @@ class RetainedBatch(NamedTuple):
 
     seq: int
     payload: bytes
+
+
+_SEQ_OF: Final = attrgetter("seq")
 
 
 class JournalLimits(NamedTuple):
@@ -96,12 +101,7 @@ class Journal:
 
     def retained_from(self, seq: int, limit: int) -> list[RetainedBatch]:
         """Up to `limit` kept batches with numbers >= seq, in order. Dropped numbers are missing."""
-        if not self._retained:
-            return []
-        skip = max(0, seq - self._retained[0].seq)
-        start = max(0, min(skip, len(self._retained)))
-        while start and self._retained[min(start, len(self._retained)) - 1].seq >= seq:
-            start -= 1
+        start = bisect_left(self._retained, seq, key=_SEQ_OF)
         return list(islice(self._retained, start, start + limit))
 
     def stats(self) -> dict[str, int]:

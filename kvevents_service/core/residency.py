@@ -40,7 +40,7 @@ class Residency:
         self.stored = self.removed = self.cleared = 0
 
     def __repr__(self) -> str:
-        return f"<Residency {len(self)} blocks on {len(self.shelves)} shelves, faults={dict(self.faults)}>"
+        return f"<Residency {len(self)} blocks on {len(self.shelves)} shelves, faults={dict(+self.faults)}>"
 
     def __len__(self) -> int:
         return sum(map(len, self.shelves.values()))
@@ -76,7 +76,7 @@ class Residency:
         for block_hash in event.block_hashes:
             key = key64(block_hash)
             self.faults["stored_twice"] += key in shelf
-            shelf[key] = parent
+            shelf[key] = parent if chained else None
             parent = key
         self.stored += len(event.block_hashes)
 
@@ -95,3 +95,6 @@ class Residency:
     def check(self) -> None:
         """Assert that the stream did nothing a true stream never does, and left no child without its parent."""
         assert not +self.faults, dict(+self.faults)
+        for name, shelf in self.shelves.items():
+            left = sum(parent is not None and parent not in shelf for parent in shelf.values())
+            assert not left, f"{left} blocks of {name} without their parent"

@@ -173,8 +173,8 @@ class Stores:
     def _waits_for_parent(self, transfer: TransferMeta) -> bool:
         pool = self.tier.pool
         parents = {pool.parent_of(run.slots[0]) for run in transfer.runs}
-        own = {run.slots[-1] for run in transfer.runs}
-        return any(parent is not None and pool.state_of(parent) == PENDING for parent in parents - own)
+        others = parents.difference(transfer.slots)
+        return any(parent is not None and pool.state_of(parent) == PENDING for parent in others)
 
     def _end(self, transfer: TransferMeta, *, good: bool) -> list[Command]:
         tally = self._tallies.pop(transfer)

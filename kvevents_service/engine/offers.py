@@ -39,7 +39,7 @@ class OfferBook:
     """Holds the engine's blocks while a step's copies are pending: `hold` and `settle` come in pairs (I9).
 
     `touch` and `free` are the engine's own: raise and lower the reference counts of blocks. At most `max_blocks`
-    blocks are held at once: `can_hold` tells before an offer is made.
+    blocks should be held at once: `room` tells before an offer is made.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class OfferBook:
     def __repr__(self) -> str:
         return f"<OfferBook {self.held_blocks}/{self.max_blocks} blocks of {len(self._held)} steps>"
 
-    def can_hold(self, blocks: int) -> bool:
-        return self.held_blocks + blocks <= self.max_blocks
+    @property
+    def room(self) -> int:
+        """How many more blocks may be held now."""
+        return self.max_blocks - self.held_blocks
 
     def hold(self, step_id: int | None, block_ids: Sequence[int]) -> None:
         """Keep the blocks of a step that was sent (None: it was dropped, nothing to keep)."""

@@ -1,0 +1,1 @@
+"""What this costs, measured: run `python -m benchmarks [NAME...]`; one JSON line per bench on stdout."""

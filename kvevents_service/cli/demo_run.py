@@ -1,0 +1,273 @@
+"""The demo's run: a sidecar, an engine and a subscriber, each watched, and the sums at the end.
+
+Either process may be killed at any time: the run starts it again and goes on. The engine's counters are added up
+over its lives; the stream is folded as any router would fold it, and compared with the sidecar's own books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvevents_service.cli.processes import START_S, Child, child
+from kvevents_service.core.residency import Residency, key64
+from kvevents_service.engine.client import OffloadClient
+from kvevents_service.engine.layout import EngineLayout
+from kvevents_service.errors import SidecarGone
+from kvevents_service.subscriber import Batch, Gap, Item, Restart, Subscriber, Undecodable
+from kvevents_service.wire.control import Inspected
+
+MAX_RESTARTS = 5
+QUIET_S = 60.0
+CATCH_UP_S = 20.0
+
+
+class DemoSettings(NamedTuple):
+    """What a run is told. Endpoints with port 0 take a free one."""
+
+    trace: Path
+    requests: int
+    host_bytes: int
+    pub: str
+    replay: str
+    directory: Path
+
+
+class Summary(msgspec.Struct):
+    """The end of a run; with `--json` it is the one object on stdout."""
+
+    requests: int = 0
+    hit_tokens: int = 0
+    prompt_tokens: int = 0
+    blocks_stored: int = 0
+    blocks_removed: int = 0
+    blocks_resident: int = 0
+    bytes_moved: int = 0
+    bytes_verified: int = 0
+    corrupt_blocks: int = 0
+    gaps: int = 0
+    stream_matches_resident: bool = False
+    stream_faults: int = 0
+    sidecar_restarts: int = 0
+    engine_restarts: int = 0
+
+    def faults(self, requests: int) -> list[str]:
+        """What is not as it must be, in words."""
+        checks = {
+            f"{self.requests} of {requests} requests were served": self.requests == requests,
+            f"{self.corrupt_blocks} blocks had wrong bytes": not self.corrupt_blocks,
+            f"{self.gaps} batches are missing from the stream": not self.gaps,
+            f"the stream said {self.stream_faults} things a true stream never says": not self.stream_faults,
+            "the fold of the stream is not the resident set": self.stream_matches_resident,
+        }
+        return [fault for fault, good in checks.items() if not good]
+
+
+class EngineLine(msgspec.Struct):
+    """The counters of the engine's JSON lines that a run adds up."""
+
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    bytes_moved: int
+    bytes_verified: int
+    corrupt_blocks: int
+    done: bool
+
+
+class Follower:
+    """Folds the stream; hands every item on to be shown."""
+
+    def __init__(self, show: Callable[[Item], None]) -> None:
+        self.fold = Residency()
+        self.next_seq = 0
+        self.gaps = self.undecodable = 0
+        self._show = show
+        self._moved = asyncio.Event()
+
+    async def run(self, subscriber: Subscriber) -> None:
+        """Follow until cancelled."""
+        async for item in subscriber:
+            self._take(item)
+            self._show(item)
+            self._moved.set()
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case Batch():
+                self.fold.apply(item.batch.events)
+                self.next_seq = item.seq + 1
+            case Gap():
+                self.gaps += item.got - item.expected
+            case Restart():
+                self.fold.forget()
+                self.next_seq = 0
+            case Undecodable():
+                self.undecodable += 1
+
+    async def reach(self, next_seq: int) -> None:
+        """Wait until every batch below `next_seq` has arrived. TimeoutError after CATCH_UP_S."""
+        async with asyncio.timeout(CATCH_UP_S):
+            while self.next_seq < next_seq:
+                self._moved.clear()
+                await self._moved.wait()
+
+
+class DemoRun:
+    """One run. `say` takes a line for people."""
+
+    def __init__(self, settings: DemoSettings, show: Callable[[Item], None], say: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.summary = Summary()
+        self.follower = Follower(show)
+        self.say = say
+        self._socket = str(settings.directory / "engine.sock")
+        self._pub, self._replay = settings.pub, settings.replay
+        self._ready = asyncio.Event()
+        self._stopping = False
+
+    async def run(self) -> Summary:
+        """Serve the whole trace, compare, stop. Raises SidecarGone if a process cannot be kept alive."""
+        self._pub, self._replay = free_endpoint(self._pub, self.say), free_endpoint(self._replay, self.say)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sidecar = tasks.create_task(self._keep_sidecar())
+                await self._ready.wait()
+                async with Subscriber(self._pub, replay=self._replay) as subscriber:
+                    following = tasks.create_task(self.follower.run(subscriber))
+                    await self._keep_engine()
+                    await self._compare()
+                    following.cancel()
+                self._stopping = True
+                sidecar.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from group
+        return self.summary
+
+    # the sidecar
+
+    async def _keep_sidecar(self) -> None:
+        for life in range(MAX_RESTARTS + 1):
+            self.summary.sidecar_restarts = life
+            async with child("sidecar", self._serve_arguments()) as sidecar:
+                await sidecar.line(START_S)
+                self.say(f"sidecar: pid {sidecar.process.pid}, events on {self._pub}, replay on {self._replay}")
+                self._ready.set()
+                code = await sidecar.process.wait()
+                self.say(f"sidecar: pid {sidecar.process.pid} ended with {code}; starting it again")
+        raise SidecarGone(f"the sidecar ended {MAX_RESTARTS + 1} times")
+
+    def _serve_arguments(self) -> list[str]:
+        settings = {
+            "--engine-socket": self._socket,
+            "--host-bytes": str(self.settings.host_bytes),
+            "--pub": self._pub,
+            "--replay": self._replay,
+            "--log-level": "warning",
+        }
+        return ["kvevents_service", "serve", *(word for pair in settings.items() for word in pair)]
+
+    # the engine
+
+    async def _keep_engine(self) -> None:
+        for life in range(MAX_RESTARTS + 1):
+            self.summary.engine_restarts = life
+            async with child("engine", self._engine_arguments()) as engine:
+                self.say(
+                    f"engine: pid {engine.process.pid}, {self.settings.requests} requests of {self.settings.trace.name}"
+                )
+                if await self._serve_out(engine):
+                    return
+                self.say(f"engine: pid {engine.process.pid} ended early; starting it again")
+        raise SidecarGone(f"the engine ended {MAX_RESTARTS + 1} times before it was done")
+
+    def _engine_arguments(self) -> list[str]:
+        served = self.summary.requests
+        return [
+            *("kvevents_service.engine", "--engine-socket", self._socket, "--trace", str(self.settings.trace)),
+            *("--skip", str(served), "--requests", str(self.settings.requests - served)),
+        ]
+
+    async def _serve_out(self, engine: Child) -> bool:
+        """Add up one life of the engine; True if it served everything."""
+        before = msgspec.structs.replace(self.summary)
+        while line := await engine.line(QUIET_S):
+            counts = msgspec.json.decode(line, type=EngineLine)
+            for field in (
+                "requests",
+                "prompt_tokens",
+                "hit_tokens",
+                "bytes_moved",
+                "bytes_verified",
+                "corrupt_blocks",
+            ):
+                setattr(self.summary, field, getattr(before, field) + getattr(counts, field))
+            if counts.done:
+                return True
+        return False
+
+    # the comparison
+
+    async def _compare(self) -> None:
+        inspected = await asyncio.to_thread(inspect, self._socket)
+        await self.follower.reach(inspected.next_seq)
+        fold, summary = self.follower.fold, self.summary
+        resident = {
+            (shelf.medium, shelf.group): hash_keys(shelf.block_hashes, inspected.hash_bytes)
+            for shelf in inspected.residents
+        }
+        folded = {(shelf.medium, shelf.group): set(hashes) for shelf, hashes in fold.shelves.items()}
+        summary.stream_matches_resident = _filled(folded) == _filled(resident)
+        summary.blocks_stored, summary.blocks_removed = fold.stored, fold.removed
+        summary.blocks_resident = sum(map(len, resident.values()))
+        summary.gaps = self.follower.gaps
+        summary.stream_faults = sum(fold.faults.values()) + self.follower.undecodable
+
+
+def _filled(shelves: dict[tuple[str, int], set[int]]) -> dict[tuple[str, int], set[int]]:
+    return {shelf: hashes for shelf, hashes in shelves.items() if hashes}
+
+
+def hash_keys(packed: bytes, hash_bytes: int) -> set[int]:
+    """Packed hashes as the fold keys them."""
+    return {key64(packed[start : start + hash_bytes]) for start in range(0, len(packed), hash_bytes or 1)}
+
+
+def inspect(engine_socket: str) -> Inspected:
+    """The sidecar's own books, asked as an observer. SidecarGone if it does not answer."""
+    client = OffloadClient(engine_socket, EngineLayout("demo", "", (), (), ()))
+    try:
+        client.wait_connected(5.0)
+        inspected = client.inspect(residents=True)
+    finally:
+        client.close()
+    if inspected is None:
+        raise SidecarGone(f"no answer from the sidecar ({client.last_error})")
+    return inspected
+
+
+def free_endpoint(endpoint: str, say: Callable[[str], None]) -> str:
+    """The endpoint, or for tcp one on a free port if its port is 0 or taken."""
+    if not endpoint.startswith("tcp://"):
+        return endpoint
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            say(f"{endpoint} is taken: using a free port")
+            probe.bind((host, 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,63 @@
+"""`python -m kvevents_service.engine`: the reference engine as a process."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from pathlib import Path
+
+import click
+import msgspec
+import torch
+
+from kvevents_service.engine.client import OffloadClient
+from kvevents_service.engine.layout import EngineLayout
+from kvevents_service.engine.paged_cache import PagedCache
+from kvevents_service.engine.reference import EngineSettings, ReferenceEngine
+from kvevents_service.engine.trace import read_trace
+from kvevents_service.wire.control import GroupSpec
+
+
+@click.command()
+@click.option("--engine-socket", required=True, metavar="PATH")
+@click.option("--trace", required=True, type=click.Path(exists=True, path_type=Path), help="A Mooncake trace file.")
+@click.option("--skip", default=0, help="Requests of the trace to leave out at its start.")
+@click.option("--requests", default=None, type=int, help="Requests to serve. [default: all]")
+@click.option("--blocks", default=8192, show_default=True, help="Blocks of the KV cache.")
+@click.option("--layers", default=4, show_default=True)
+@click.option("--layer-bytes", default=512, show_default=True, help="Bytes of one block in one layer.")
+@click.option("--connect-wait", default=10.0, show_default=True, help="Seconds to wait for the sidecar at start.")
+def main(
+    engine_socket: str,
+    trace: Path,
+    skip: int,
+    requests: int | None,
+    blocks: int,
+    layers: int,
+    layer_bytes: int,
+    connect_wait: float,
+) -> None:
+    """Serve a trace with a real paged KV cache and print the counters as JSON lines."""
+    torch.set_num_threads(1)
+    settings = EngineSettings()
+    cache = PagedCache(blocks, layers, layer_bytes)
+    layout = EngineLayout(
+        engine_id="reference",
+        namespace=f"reference/{layers}x{layer_bytes}/{settings.block_size}",
+        groups=[GroupSpec(0, "full_attention", settings.block_size)],
+        memories=cache.memories,
+        regions=cache.regions,
+        fds=[cache.memory.fd],
+    )
+    client = OffloadClient(engine_socket, layout)
+    client.wait_connected(connect_wait)
+    engine = ReferenceEngine(cache, client, settings)
+    lines = islice(read_trace(trace), skip, None if requests is None else skip + requests)
+    for counts in engine.run(lines, skip):
+        sys.stdout.buffer.write(msgspec.json.encode(counts) + b"\n")
+        sys.stdout.buffer.flush()
+    client.close()
+
+
+if __name__ == "__main__":
+    main()

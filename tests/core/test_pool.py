@@ -1,0 +1,210 @@
+"""The block pool: slots, prefix closure, pins and who may leave."""
+
+import pytest
+
+from core.prompts import FULL, LATENT
+from kvevents_service.core.metadata import BlockStoreMeta, snapshot
+from kvevents_service.core.pool import DOOMED, FREE, ORPHANED, PENDING, READY, Allocation, BlockPool
+from kvevents_service.testing import Chain, make_chain
+
+ABCD = make_chain(range(8), 2)
+EF = make_chain(range(50, 54), 2)
+
+
+def meta_of(chain: Chain) -> BlockStoreMeta:
+    return snapshot(chain.offer(range(len(chain.hashes))), FULL, "CPU", 32)
+
+
+def allocate(pool: BlockPool, chain: Chain, parent: int | None = None) -> Allocation:
+    return pool.allocate(meta_of(chain), list(chain.hashes), parent)
+
+
+def ready_pool(*chains: Chain, capacity: int = 4) -> BlockPool:
+    pool = BlockPool(capacity, 1)
+    for chain in chains:
+        pool.commit(allocate(pool, chain).slots)
+    return pool
+
+
+def states(pool: BlockPool, slots: list[int]) -> set[int]:
+    return {pool.state_of(slot) for slot in slots}
+
+
+def test_a_block_is_pending_then_ready_then_free() -> None:
+    pool = BlockPool(4, 1)
+    slots, evicted = allocate(pool, ABCD)
+    assert (states(pool, slots), evicted, pool.free_slots) == ({PENDING}, [], 0)
+    pool.commit(slots)
+    assert states(pool, slots) == {READY}
+    assert pool.clear() == [(0, list(ABCD.hashes[::-1]))]
+    assert states(pool, slots) == {FREE}
+
+
+def test_an_abandoned_block_was_never_there() -> None:
+    pool = BlockPool(4, 1)
+    slots = allocate(pool, ABCD).slots
+    pool.abandon(slots[::-1])
+    pool.check()
+    assert (len(pool), pool.free_slots) == (0, 4)
+
+
+def test_an_orphan_keeps_its_slot_until_its_copy_has_ended() -> None:
+    pool = BlockPool(4, 1)
+    slots = allocate(pool, ABCD).slots
+    assert pool.clear() == [(0, [])]
+    assert states(pool, slots) == {ORPHANED}
+    assert allocate(pool, EF) == ([], [])
+    pool.abandon(slots[::-1])
+    assert pool.free_slots == 4
+
+
+def test_a_doomed_block_waits_for_its_pin() -> None:
+    pool = ready_pool(ABCD)
+    tail = pool.slot_of(0, ABCD.hashes[1])
+    assert tail is not None
+    pool.pin(tail)
+    pool.clear()
+    pool.check()
+    assert (pool.count(DOOMED), pool.free_slots) == (2, 2)
+    pool.unpin(tail)
+    assert pool.free_slots == 4
+
+
+def test_a_parent_whose_store_failed_waits_for_its_pending_child() -> None:
+    pool = BlockPool(4, 1)
+    first = allocate(pool, ABCD.part(0, 2)).slots
+    second = allocate(pool, ABCD.part(2), first[-1]).slots
+    pool.abandon(first[::-1])
+    assert (pool.count(DOOMED), pool.free_slots) == (2, 0)
+    pool.abandon(second[::-1])
+    pool.check()
+    assert pool.free_slots == 4
+
+
+@pytest.mark.parametrize("known", range(5))
+def test_the_known_prefix_is_found(known: int) -> None:
+    pool = ready_pool(ABCD.part(0, known)) if known else BlockPool(4, 1)
+    assert pool.known_prefix(0, ABCD.hashes) == known
+    assert pool.ready_prefix(0, ABCD.packed, 32) == known
+
+
+def test_a_pending_block_is_known_but_not_ready() -> None:
+    pool = ready_pool(ABCD.part(0, 2))
+    allocate(pool, ABCD.part(2), pool.slot_of(0, ABCD.hashes[1]))
+    assert pool.known_prefix(0, ABCD.hashes) == 4
+    assert pool.ready_prefix(0, ABCD.packed, 32) == 2
+
+
+def test_leaves_leave_first() -> None:
+    pool = ready_pool(ABCD)
+    assert [name for _, name in allocate(pool, EF).evicted] == [ABCD.hashes[3], ABCD.hashes[2]]
+    pool.check()
+
+
+def test_the_leaf_used_longest_ago_leaves_first() -> None:
+    pool = ready_pool(ABCD.part(0, 2), EF)
+    tail = pool.slot_of(0, ABCD.hashes[1])
+    assert tail is not None
+    pool.touch(tail)
+    evicted = allocate(pool, make_chain([8] * 6, 2)).evicted
+    assert [name for _, name in evicted] == [EF.hashes[1], EF.hashes[0], ABCD.hashes[1]]
+
+
+def test_a_hit_keeps_the_whole_prefix_young() -> None:
+    """Only the last block is touched; its parents were used no earlier."""
+    pool = ready_pool(ABCD.part(0, 2), EF, capacity=6)
+    tail = pool.slot_of(0, ABCD.hashes[1])
+    assert tail is not None
+    pool.touch(tail)
+    evicted = allocate(pool, make_chain([8] * 10, 2)).evicted
+    assert [name for _, name in evicted] == [EF.hashes[1], EF.hashes[0], ABCD.hashes[1]]
+
+
+def test_a_pinned_chain_stays() -> None:
+    pool = ready_pool(ABCD)
+    tail = pool.slot_of(0, ABCD.hashes[2])
+    assert tail is not None
+    pool.pin(tail)
+    slots, evicted = allocate(pool, EF)
+    assert (len(slots), [name for _, name in evicted]) == (1, [ABCD.hashes[3]])
+
+
+def test_a_block_twice_pinned_stays_until_the_second_unpin() -> None:
+    pool = ready_pool(ABCD.part(0, 1), capacity=1)
+    pool.pin(0)
+    pool.pin(0)
+    pool.unpin(0)
+    assert allocate(pool, EF) == ([], [])
+    pool.unpin(0)
+    assert allocate(pool, EF.part(0, 1)).slots == [0]
+
+
+def test_the_parent_is_safe_from_its_own_childs_eviction() -> None:
+    pool = ready_pool(ABCD.part(0, 1), capacity=1)
+    assert allocate(pool, ABCD.part(1), 0) == ([], [])
+    assert pool.slot_of(0, ABCD.hashes[0]) == 0
+    assert allocate(pool, EF.part(0, 1)).slots == [0]
+
+
+def test_a_parent_can_leave_once_its_only_child_was_abandoned() -> None:
+    pool = ready_pool(ABCD.part(0, 1), capacity=2)
+    child = allocate(pool, ABCD.part(1, 2), pool.slot_of(0, ABCD.hashes[0])).slots
+    pool.abandon(child)
+    assert len(allocate(pool, EF).slots) == 2
+
+
+def test_a_pending_block_is_not_evicted() -> None:
+    pool = BlockPool(4, 1)
+    allocate(pool, ABCD)
+    assert allocate(pool, EF) == ([], [])
+
+
+def test_groups_share_the_slots_and_nothing_else() -> None:
+    pool = BlockPool(4, 2)
+    chain = ABCD.part(0, 2)
+    pool.commit(allocate(pool, chain).slots)
+    latent = snapshot(chain.offer([0, 1], group=1), LATENT, "CPU", 32)
+    pool.commit(pool.allocate(latent, list(chain.hashes), None).slots)
+    assert set(map(pool.slot_of, (0, 0, 1, 1), chain.hashes * 2)) == {0, 1, 2, 3}
+    assert pool.clear() == [(0, list(chain.hashes[::-1])), (1, list(chain.hashes[::-1]))]
+
+
+def test_a_fresh_chain_is_new_and_has_no_repeats() -> None:
+    pool = ready_pool(ABCD)
+    assert pool.is_fresh_chain(0, list(EF.hashes))
+    assert not pool.is_fresh_chain(0, [EF.hashes[0], ABCD.hashes[0]])
+    assert not pool.is_fresh_chain(0, [EF.hashes[0]] * 2)
+
+
+def test_the_chain_that_ends_in_a_slot() -> None:
+    pool = ready_pool(ABCD)
+    tail = pool.slot_of(0, ABCD.hashes[2])
+    assert tail is not None
+    chain = pool.chain(tail, 3)
+    assert chain is not None
+    assert [pool.hash_of(slot) for slot in chain] == list(ABCD.hashes[:3])
+    assert pool.chain(tail, 4) is None
+
+
+def test_each_block_knows_its_own_snapshot() -> None:
+    pool = ready_pool(ABCD)
+    slot = pool.slot_of(0, ABCD.hashes[2])
+    assert slot is not None
+    assert pool.meta_of(slot) == meta_of(ABCD.part(2, 3))
+    pool.clear()
+    assert pool.meta_of(slot) is None
+
+
+def test_resident_hashes_come_parents_first() -> None:
+    pool = ready_pool(ABCD, capacity=6)
+    evictor = make_chain([8] * 6, 2)
+    pool.commit(allocate(pool, evictor).slots)
+    pool.commit(allocate(pool, ABCD.part(3), pool.slot_of(0, ABCD.hashes[2])).slots)
+    ready = pool.ready_hashes(0)
+    for chain in (ABCD, evictor):
+        ranks = [ready.index(name) for name in chain.hashes if name in ready]
+        assert ranks == sorted(ranks)
+
+
+def test_repr_tells_the_live_state() -> None:
+    assert repr(ready_pool(EF)) == "<BlockPool 2/4 indexed, 2 free>"

@@ -1,0 +1,294 @@
+"""The shell around the scheduler, simulated down to the bytes: engines, an arena, copies that end when told.
+
+`World.perform` is the judge. Whatever the scheduler commands is checked against what is true at that moment:
+what is announced is there, what is copied is free to be written, what is answered was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from core.prompts import BY_KEY64
+from kvevents_service.core.announce import to_event
+from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.metadata import Announcement, TransferMeta
+from kvevents_service.core.pool import PENDING, READY
+from kvevents_service.core.residency import Residency
+from kvevents_service.core.scheduler import OffloadScheduler
+from kvevents_service.wire.codec import decode_batch, encode_batch
+from kvevents_service.wire.control import Load, Loaded, Reset, ResetDone, Step, StepDone
+from kvevents_service.wire.events import BlockRemoved, BlockStored, Event, EventBatch
+from kvevents_service.wire.packing import unpack_int32
+
+ENGINE_BLOCKS = 1_000_000
+MEDIUM = "CPU"
+
+
+class Content(NamedTuple):
+    """The bytes of one block: a group's KV of exactly one hash."""
+
+    group: int
+    block_hash: bytes
+
+
+class Grant(NamedTuple):
+    """A lease as the engine knows it."""
+
+    lease_id: int
+    session_id: int
+    request_id: str
+    hashes: tuple[bytes, ...]
+    deadline: float
+    resets: int
+
+
+class Writer:
+    """A store copy: what it means to write, and whether that may be announced."""
+
+    def __init__(self, transfer: TransferMeta) -> None:
+        self.transfer = transfer
+        self.copied = self.void = self.ended = False
+
+
+class World:
+    """One scheduler with its engines."""
+
+    def __init__(self, scheduler: OffloadScheduler) -> None:
+        self.scheduler = scheduler
+        self.pool = scheduler.pool
+        self.cacheable = [group.index for group in scheduler.tier.spec.groups if group.cacheable]
+        self.arena: list[Content | None] = [None] * self.pool.capacity
+        self.engines: dict[int, dict[int, Content | None]] = {}
+        self.fold = Residency()
+        self.located: dict[tuple[int, int], int] = {}
+        self.writers: dict[int, Writer] = {}
+        self.pending: list[TransferMeta] = []
+        self.steps: dict[tuple[int, int], int] = {}
+        self.loads: dict[tuple[int, int], tuple[Grant | None, list[int]]] = {}
+        self.live: dict[int, Grant] = {}
+        self.grants: list[Grant] = []
+        self.resets = self.stored = self.last_id = 0
+
+    # what engines say
+
+    def hello(self, session_id: int) -> None:
+        self.engines[session_id] = {}
+        self.scheduler.hello(session_id, ENGINE_BLOCKS)
+
+    def goodbye(self, session_id: int) -> None:
+        for writer in self._unannounced():
+            writer.void |= writer.transfer.session_id == session_id
+        self.live = {k: grant for k, grant in self.live.items() if grant.session_id != session_id}
+        self.scheduler.goodbye(session_id)
+
+    def step(self, session_id: int, step: Step, now: float) -> list[int]:
+        """Returns [stored, known, declined] if the step has ended already."""
+        self.steps[session_id, step.step_id] = sum(len(offer.block_ids) // 4 for offer in step.offers)
+        for offer in step.offers:
+            for place, block_id in enumerate(unpack_int32(offer.block_ids)):
+                name = offer.block_hashes[32 * place : 32 * place + 32]
+                self.engines[session_id][block_id] = Content(offer.group, name)
+        commands = self.scheduler.step(session_id, step, now)
+        for request_id in [*step.finished, *step.preempted]:
+            self._forget_request(session_id, request_id)
+        return self.perform(commands)
+
+    def lookup_granted(self, grant: Grant) -> None:
+        self.live[grant.lease_id] = grant
+        self.grants.append(grant)
+
+    def take(self, session_id: int, lease_id: int) -> Grant | None:
+        grant = self.live.get(lease_id)
+        return self.live.pop(lease_id) if grant is not None and grant.session_id == session_id else None
+
+    def load(self, session_id: int, load: Load, now: float) -> None:
+        ids = unpack_int32(load.block_ids).tolist()
+        commands = self.scheduler.load(session_id, load, now)
+        self.loads[session_id, load.load_id] = (self.take(session_id, load.lease_id), ids)
+        self.perform(commands)
+
+    def end_request(self, session_id: int, request_id: str, *, preempt: bool) -> None:
+        self._forget_request(session_id, request_id)
+        (self.scheduler.preempt if preempt else self.scheduler.finish)(session_id, request_id)
+
+    def _forget_request(self, session_id: int, request_id: str) -> None:
+        gone = (session_id, request_id)
+        self.live = {k: grant for k, grant in self.live.items() if (grant.session_id, grant.request_id) != gone}
+
+    def reset(self, session_id: int) -> None:
+        self.resets += 1
+        resident = len(self.fold)
+        for writer in self._unannounced():
+            writer.void = True
+        commands = self.scheduler.reset(session_id, Reset(7))
+        assert commands[-1] == Reply(session_id, ResetDone(7, resident))
+        self.perform(commands[:-1])
+        assert len(self.fold) == 0
+
+    def tick(self, now: float) -> None:
+        self.live = {k: grant for k, grant in self.live.items() if grant.deadline > now}
+        self.scheduler.tick(now)
+
+    # what the scheduler commands
+
+    def perform(self, commands: Iterable[Command]) -> list[int]:
+        counts: list[int] = []
+        for command in commands:
+            match command:
+                case Publish(announcements):
+                    self._publish(announcements)
+                case Copy(transfer):
+                    self._start(transfer)
+                case Reply(session_id, StepDone() as done):
+                    counts = self._step_done(session_id, done)
+                case Reply(session_id, Loaded() as loaded):
+                    self._loaded(session_id, loaded)
+                case _:
+                    raise AssertionError(f"nobody asked for {command}")
+        return counts
+
+    def _publish(self, announcements: tuple[Announcement, ...]) -> None:
+        assert announcements
+        events: list[Event] = [to_event(item) for item in announcements]
+        batch, skipped = decode_batch(encode_batch(EventBatch(1.0, events, 0)))
+        assert not skipped
+        for event in batch.events:
+            self.fold.apply([event])
+            self.fold.check()
+            if isinstance(event, BlockStored):
+                self._check_stored(event)
+            elif isinstance(event, BlockRemoved):
+                for key in event.block_hashes:
+                    del self.located[event.group_idx or 0, int(key)]
+
+    def _check_stored(self, event: BlockStored) -> None:
+        """I7: complete and true. I1, I2: the bytes are there, from a copy that ended well and still counts."""
+        spec = self.scheduler.tier.spec.groups[event.group_idx or 0]
+        assert (event.block_size, event.medium, event.locality) == (spec.block_size, MEDIUM, "LOCAL")
+        assert (event.kv_cache_spec_kind, event.group_idx) == (spec.kind, spec.index)
+        assert spec.cacheable
+        assert event.block_hashes
+        assert len(event.token_ids) == len(event.block_hashes) * spec.block_size
+        parent = event.parent_block_hash
+        for place, key in enumerate(event.block_hashes):
+            truth = BY_KEY64[int(key)]
+            assert parent == (truth.parent and int.from_bytes(truth.parent[-8:], "big"))
+            tokens = event.token_ids[place * spec.block_size : (place + 1) * spec.block_size]
+            assert tuple(tokens) == truth.token_ids
+            assert (event.lora_id, event.lora_name) == (truth.lora_id, truth.lora_name)
+            extra = event.extra_keys[place] if event.extra_keys is not None else None
+            assert (None if extra is None else tuple(extra)) == truth.extra_key
+            self._check_bytes(spec.index, truth.block_hash)
+            parent = key
+        self.stored += len(event.block_hashes)
+
+    def _check_bytes(self, group: int, block_hash: bytes) -> None:
+        slot = self.pool.slot_of(group, block_hash)
+        assert slot is not None
+        assert self.arena[slot] == Content(group, block_hash)
+        assert self.writers[slot].copied
+        assert not self.writers[slot].void
+        self.located[group, int.from_bytes(block_hash[-8:], "big")] = slot
+
+    def _start(self, transfer: TransferMeta) -> None:
+        assert 0 < len(transfer.slots) == len(transfer.engine_blocks) == len(set(transfer.slots))
+        busy = {slot for other in self.pending if other.kind == "store" for slot in other.slots}
+        assert busy.isdisjoint(transfer.slots), "a slot that is being written"
+        if transfer.kind == "store":
+            read = {slot for other in self.pending for slot in other.slots}
+            assert read.isdisjoint(transfer.slots), "a slot that is being read"
+            assert set(self.located.values()).isdisjoint(transfer.slots), "rewritten before its removal (I3)"
+            writer = Writer(transfer)
+            for slot in transfer.slots:
+                self.arena[slot] = None
+                self.writers[slot] = writer
+        self.pending.append(transfer)
+
+    def _step_done(self, session_id: int, done: StepDone) -> list[int]:
+        offered = self.steps.pop((session_id, done.step_id))
+        assert done.stored + done.known + done.declined == offered
+        assert min(done.stored, done.known, done.declined) >= 0
+        self._check_no_copy("store", session_id, done.step_id)
+        for writer in self.writers.values():
+            whose = (writer.transfer.session_id, writer.transfer.owner_id)
+            writer.ended |= whose == (session_id, done.step_id)
+        return [done.stored, done.known, done.declined]
+
+    def _loaded(self, session_id: int, loaded: Loaded) -> None:
+        grant, ids = self.loads.pop((session_id, loaded.load_id))
+        self._check_no_copy("load", session_id, loaded.load_id)
+        if not loaded.blocks:
+            return
+        assert grant is not None
+        assert loaded.blocks == len(ids)
+        assert grant.resets == self.resets, "bytes from before a reset"
+        each = len(ids) // len(self.cacheable)
+        wanted = [Content(group, name) for group in self.cacheable for name in grant.hashes[:each]]
+        assert [self.engines[session_id][block_id] for block_id in ids] == wanted, "wrong KV bytes"
+
+    def _check_no_copy(self, kind: str, session_id: int, owner_id: int) -> None:
+        """I9: the engine was told that no copy touches its blocks any more."""
+        owner = (kind, session_id, owner_id)
+        assert owner not in [(copy.kind, copy.session_id, copy.owner_id) for copy in self.pending]
+
+    # copies
+
+    def settle(self, position: int, *, good: bool) -> None:
+        """A pending copy ends."""
+        transfer = self.pending.pop(position % len(self.pending))
+        memory = self.engines[transfer.session_id]
+        for block_id, slot in zip(transfer.engine_blocks, transfer.slots, strict=True):
+            if transfer.kind == "load":
+                memory[block_id] = self.arena[slot] if good else None
+            else:
+                self.arena[slot] = memory[block_id] if good else None
+        if transfer.kind == "store":
+            writer = self.writers[transfer.slots[0]]
+            writer.copied, writer.void = good, writer.void or not good
+        self.perform(self.scheduler.complete(transfer) if good else self.scheduler.fail(transfer))
+
+    def _unannounced(self) -> list[Writer]:
+        return [writer for writer in self.writers.values() if not writer.ended]
+
+    # what must always be so
+
+    def check(self) -> None:
+        """Stream == pool == arena, and the counters say so."""
+        self.pool.check()
+        self.fold.check()
+        stats = self.scheduler.stats()
+        for group in range(len(self.pool.index)):
+            ready = self.pool.ready_hashes(group)
+            assert {block_key(name) for name in ready} == self.fold.hashes(MEDIUM, group)
+            assert len(ready) == len(self.fold.hashes(MEDIUM, group))
+            for name in ready:
+                self._check_bytes(group, name)
+        assert stats["blocks_resident"] == len(self.fold) == self.pool.count(READY)
+        assert stats["blocks_stored"] == self.fold.stored == self.stored
+        assert stats["blocks_removed"] == self.fold.removed
+        assert stats["leases"] == len(self.live)
+        assert stats["blocks_pending"] == self.pool.count(PENDING) <= self.scheduler.stores.pending_blocks
+        owed = len(self.loads) + len(self.steps)
+        assert stats["transfers"] == owed
+        assert self.pending or not owed, "nothing is under way, yet somebody is still waited for"
+
+    def ready_depth(self, names: list[bytes]) -> int:
+        """The longest prefix of these hashes that the stream says every group has."""
+        depth = 0
+        shelves = [self.fold.hashes(MEDIUM, group) for group in self.cacheable]
+        while depth < len(names) and all(block_key(names[depth]) in shelf for shelf in shelves):
+            depth += 1
+        return depth
+
+    def check_idle(self) -> None:
+        """I12: with everything ended, nothing is held."""
+        scheduler, pool = self.scheduler, self.pool
+        assert not any((self.pending, self.steps, self.loads, self.live))
+        assert not any((pool.pinned(), scheduler.stores.pending_blocks))
+        assert not any(map(len, (scheduler.stores, scheduler.loads, scheduler.loads.requests)))
+        assert pool.free_slots + len(self.fold) == pool.capacity
+
+
+def block_key(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[-8:], "big")

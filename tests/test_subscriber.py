@@ -1,0 +1,272 @@
+"""The subscriber against a real publisher and replayer on real sockets, on both event loops."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from itertools import count
+
+import pytest
+import uvloop
+import zmq
+
+from kvevents_service.core.journal import Journal, JournalLimits
+from kvevents_service.core.metadata import Cleared
+from kvevents_service.errors import ConfigError
+from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.replayer import Replayer
+from kvevents_service.sockets import Receiver, bind
+from kvevents_service.subscriber import Batch, Gap, HoldLimits, Item, Restart, Subscriber, Timing, Undecodable
+from kvevents_service.wire.codec import encode_batch
+from kvevents_service.wire.events import EventBatch
+from kvevents_service.wire.frames import REPLAY_END, live_frames, replay_reply
+
+DEADLINE_S = 20
+EMPTY = encode_batch(EventBatch(1.0, [], 0))
+QUICK = Timing(stall_s=0.1, settle_s=0.02)
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    return request.param()
+
+
+class Peer:
+    """A publisher on XPUB, which tells when a subscriber is there, and its replayer."""
+
+    def __init__(self, context: zmq.Context, ports: tuple[str, str] = ("0", "0"), retained: int = 100) -> None:
+        self.xpub, self.router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.endpoint = bind(self.xpub, f"tcp://127.0.0.1:{ports[0]}", "pub")
+        self.replay = bind(self.router, f"tcp://127.0.0.1:{ports[1]}", "replay")
+        self.journal = Journal(JournalLimits(retained_batches=retained))
+        ticks = count(int(ports[0]))  # so that the lives of a publisher differ in what they send
+        self.publisher = Publisher(
+            self.journal, self.xpub, topic="kv", dp_rank=0, numbers=None, wall_clock=lambda: float(next(ticks))
+        )
+        self.replayer = Replayer(self.journal, self.router, topic="kv", clock=time.monotonic)
+
+    @property
+    def ports(self) -> tuple[str, str]:
+        return self.endpoint.rpartition(":")[2], self.replay.rpartition(":")[2]
+
+    def send(self, batches: int) -> None:
+        for _ in range(batches):
+            self.publisher.publish((Cleared(),))
+        self.publisher.send_pending()
+
+    def lose(self, batches: int) -> None:
+        """Batches that are retained but never arrive."""
+        for _ in range(batches):
+            self.journal.retain(self.journal.append((), 1.0), EMPTY)
+            self.journal.take_pending()
+
+    async def subscribed(self) -> None:
+        await received(self.xpub)
+
+
+@asynccontextmanager
+async def peer(**options: object) -> AsyncIterator[Peer]:
+    context = zmq.Context()
+    made = Peer(context, **options)
+    answering = asyncio.create_task(made.replayer.run())
+    try:
+        yield made
+    finally:
+        answering.cancel()
+        await asyncio.wait([answering])
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+async def publisher() -> AsyncIterator[Peer]:
+    async with peer() as made:
+        yield made
+
+
+@pytest.fixture
+def bound() -> Iterable[object]:
+    """Sockets to be made by hand: `socket, endpoint = bound(zmq.XPUB)`."""
+    context = zmq.Context()
+
+    def make(kind: int, endpoint: str = "tcp://127.0.0.1:0") -> tuple[zmq.Socket, str]:
+        socket = context.socket(kind)
+        return socket, bind(socket, endpoint, "test")
+
+    yield make
+    context.destroy(linger=0)
+
+
+async def received(socket: zmq.Socket) -> list[bytes]:
+    with Receiver(socket) as receiver:
+        async with asyncio.timeout(DEADLINE_S):
+            return await receiver.recv()
+
+
+async def take(subscriber: Subscriber, items: int) -> list[Item]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [await anext(subscriber) for _ in range(items)]
+
+
+async def briefly(subscriber: Subscriber, items: int) -> list[object]:
+    """Numbers of batches ("r5": by replay), the other items as they are."""
+    taken = await take(subscriber, items)
+    return [(f"r{item.seq}" if item.replayed else item.seq) if isinstance(item, Batch) else item for item in taken]
+
+
+class TestWithoutReplay:
+    async def test_joining_late_is_no_gap(self, publisher: Peer) -> None:
+        publisher.send(2)
+        async with Subscriber(publisher.endpoint) as subscriber:
+            await publisher.subscribed()
+            publisher.send(2)
+            assert await briefly(subscriber, 2) == [2, 3]
+            assert subscriber.joined_at == 2
+
+    async def test_a_batch_is_decoded(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint, topic="kv") as subscriber:
+            await publisher.subscribed()
+            publisher.send(1)
+            (item,) = await take(subscriber, 1)
+        assert isinstance(item, Batch)
+        assert (item.topic, item.seq, item.skipped, item.replayed) == (b"kv", 0, (), False)
+        assert [type(event).__name__ for event in item.batch.events] == ["AllBlocksCleared"]
+
+    async def test_a_gap(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint) as subscriber:
+            await publisher.subscribed()
+            publisher.send(1)
+            publisher.lose(2)
+            publisher.send(1)
+            assert await briefly(subscriber, 3) == [0, Gap(1, 3), 3]
+            assert subscriber.stats()["batches_missing"] == 2
+
+    async def test_a_restart(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint) as subscriber:
+            await publisher.subscribed()
+            publisher.send(3)
+            assert await briefly(subscriber, 3) == [0, 1, 2]
+            publisher.xpub.send_multipart(live_frames(b"kv", 0, EMPTY))
+            assert await briefly(subscriber, 2) == [Restart(2, 0), 0]
+
+
+class TestReplay:
+    async def test_the_history_comes_first(self, publisher: Peer) -> None:
+        publisher.send(5)
+        async with Subscriber(publisher.endpoint, replay=publisher.replay) as subscriber:
+            await publisher.subscribed()
+            publisher.send(2)
+            assert [int(str(seq).strip("r")) for seq in await briefly(subscriber, 7)] == [0, 1, 2, 3, 4, 5, 6]
+            assert subscriber.stats()["replays"] >= 1
+            assert subscriber.stats()["restarts"] == 0
+
+    async def test_what_is_no_longer_retained_is_missing(self) -> None:
+        async with peer(retained=2) as publisher:
+            publisher.send(5)
+            async with Subscriber(publisher.endpoint, replay=publisher.replay) as subscriber:
+                assert await briefly(subscriber, 3) == [Gap(0, 3), "r3", "r4"]
+
+    async def test_a_gap_is_filled_before_the_live_message(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint, replay=publisher.replay) as subscriber:
+            await publisher.subscribed()
+            publisher.send(1)
+            await take(subscriber, 1)
+            publisher.lose(2)
+            publisher.send(2)
+            filled = await briefly(subscriber, 4)
+            assert filled[:2] == ["r1", "r2"]
+            assert [int(str(seq).strip("r")) for seq in filled[2:]] == [3, 4]
+
+    async def test_a_restart_brings_the_new_history(self) -> None:
+        async with peer() as old:
+            old.send(9)
+            async with Subscriber(old.endpoint, replay=old.replay, timing=QUICK) as subscriber:
+                await old.subscribed()
+                assert (await briefly(subscriber, 9))[-1] == "r8"
+                waiting = asyncio.create_task(briefly(subscriber, 4))  # in which the subscriber settles
+                await asyncio.wait([waiting], timeout=0.1)
+                old.xpub.close()
+                old.router.close()
+                async with restarted(old) as new:
+                    new.lose(2)
+                    await new.subscribed()
+                    new.send(1)
+                    assert await waiting == [Restart(8, 2), "r0", "r1", "r2"]
+
+    async def test_nobody_answers(self, publisher: Peer, bound) -> None:
+        _, silent = bound(zmq.ROUTER)
+        async with Subscriber(publisher.endpoint, replay=silent, timing=QUICK) as subscriber:
+            await publisher.subscribed()
+            publisher.lose(3)
+            publisher.send(2)
+            assert await briefly(subscriber, 3) == [Gap(0, 3), 3, 4]
+            assert subscriber.stats()["replays_given_up"] >= 1
+
+    @pytest.mark.parametrize("flood", [1, 100_000], ids=["stalls", "repeats itself"])
+    async def test_an_answer_without_end(self, publisher: Peer, bound, flood: int) -> None:
+        router, endless = bound(zmq.ROUTER)
+        async with Subscriber(publisher.endpoint, replay=endless, timing=QUICK) as subscriber:
+            await publisher.subscribed()
+            publisher.lose(3)
+            publisher.send(1)
+            identity, *_ = await received(router)
+            answering = asyncio.create_task(answer(router, identity, flood))
+            assert await briefly(subscriber, 3) == ["r0", Gap(1, 3), 3]
+            answering.cancel()
+            assert subscriber.stats()["replays_given_up"] == 1
+
+    async def test_the_framing_without_a_topic(self, publisher: Peer, bound) -> None:
+        router, old_vllm = bound(zmq.ROUTER)
+        async with Subscriber(publisher.endpoint, replay=old_vllm, topic="kv") as subscriber:
+            identity, *_ = await received(router)
+            router.send_multipart([identity, b"", (0).to_bytes(8, "big"), EMPTY])
+            (item,) = await take(subscriber, 1)
+        assert item[:2] == (b"kv", 0)
+
+    async def test_a_replay_of_another_topic(self, publisher: Peer, bound) -> None:
+        router, other = bound(zmq.ROUTER)
+        async with Subscriber(publisher.endpoint, replay=other, topic="kv") as subscriber:
+            identity, *_ = await received(router)
+            for frames in (replay_reply(b"kv2", 0, EMPTY), replay_reply(b"kv", 1, EMPTY), REPLAY_END):
+                router.send_multipart([identity, *frames])
+            assert await briefly(subscriber, 2) == [Gap(0, 1), "r1"]
+            assert subscriber.topics_seen == {b"kv2": 1, b"kv": 1}
+
+    async def test_the_hold_is_bounded(self, publisher: Peer, bound) -> None:
+        router, slow = bound(zmq.ROUTER)
+        hold = HoldLimits(batches=2)
+        async with Subscriber(publisher.endpoint, replay=slow, hold=hold) as subscriber:
+            await publisher.subscribed()
+            publisher.send(5)
+            waiting = asyncio.create_task(briefly(subscriber, 3))
+            identity, *_ = await received(router)
+            async with asyncio.timeout(DEADLINE_S):
+                while subscriber.stats()["held_dropped"] < 3:
+                    await asyncio.wait([waiting], timeout=0.01)
+            router.send_multipart([identity, *REPLAY_END])
+            identity, *_ = await received(router)  # once more, for what came after it had asked
+            router.send_multipart([identity, *REPLAY_END])
+            assert await waiting == [Gap(0, 3), 3, 4]
+
+
+async def answer(router: zmq.Socket, identity: bytes, times: int) -> None:
+    for turn in range(times):
+        router.send_multipart([identity, *replay_reply(b"kv", 0, EMPTY)])
+        if turn % 16 == 0:
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def restarted(old: Peer) -> AsyncIterator[Peer]:
+    """A new publisher on the same ports, once the old sockets have let go of them."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                async with peer(ports=old.ports) as new:
+                    yield new
+                    return
+            except ConfigError:
+                await asyncio.sleep(0)
