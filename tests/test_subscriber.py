@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 
 import pytest
@@ -71,13 +71,15 @@ class Peer:
 @asynccontextmanager
 async def peer(**options: object) -> AsyncIterator[Peer]:
     context = zmq.Context()
-    made = Peer(context, **options)
-    answering = asyncio.create_task(made.replayer.run())
     try:
-        yield made
+        made = Peer(context, **options)
+        answering = asyncio.create_task(made.replayer.run())
+        try:
+            yield made
+        finally:
+            answering.cancel()
+            await asyncio.wait([answering])
     finally:
-        answering.cancel()
-        await asyncio.wait([answering])
         context.destroy(linger=0)
 
 
@@ -181,16 +183,15 @@ class TestReplay:
             assert [int(str(seq).strip("r")) for seq in filled[2:]] == [3, 4]
 
     async def test_a_restart_brings_the_new_history(self) -> None:
-        async with peer() as old:
+        async with AsyncExitStack() as life:
+            old = await life.enter_async_context(peer())
             old.send(9)
             async with Subscriber(old.endpoint, replay=old.replay, timing=QUICK) as subscriber:
-                await old.subscribed()
                 assert (await briefly(subscriber, 9))[-1] == "r8"
-                waiting = asyncio.create_task(briefly(subscriber, 4))  # in which the subscriber settles
+                waiting = asyncio.create_task(briefly(subscriber, 4))  # meanwhile it settles
                 await asyncio.wait([waiting], timeout=0.1)
-                old.xpub.close()
-                old.router.close()
-                async with restarted(old) as new:
+                await life.aclose()
+                async with peer(ports=old.ports) as new:
                     new.lose(2)
                     await new.subscribed()
                     new.send(1)
@@ -257,16 +258,3 @@ async def answer(router: zmq.Socket, identity: bytes, times: int) -> None:
         router.send_multipart([identity, *replay_reply(b"kv", 0, EMPTY)])
         if turn % 16 == 0:
             await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def restarted(old: Peer) -> AsyncIterator[Peer]:
-    """A new publisher on the same ports, once the old sockets have let go of them."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            try:
-                async with peer(ports=old.ports) as new:
-                    yield new
-                    return
-            except ConfigError:
-                await asyncio.sleep(0)

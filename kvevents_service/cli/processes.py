@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from kvevents_service.errors import SidecarGone
 
@@ -36,13 +38,18 @@ class Child:
     async def stop(self) -> int:
         """SIGTERM, then SIGKILL after STOP_S; returns the exit code."""
         if self.process.returncode is None:
-            self.process.terminate()
+            self._signal(signal.SIGTERM)
             try:
                 async with asyncio.timeout(STOP_S):
                     await self.process.wait()
             except TimeoutError:
-                self.process.kill()
+                self._signal(signal.SIGKILL)
         return await self.process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Not Process.terminate: that reaps a child that has just ended behind the loop's back."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
 
 @asynccontextmanager

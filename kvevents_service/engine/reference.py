@@ -25,7 +25,7 @@ from kvevents_service.wire.packing import pack_int32, unpack_int32
 
 
 class EngineCounts(msgspec.Struct):
-    """What the engine did so far. Tokens and blocks are whole counts; bytes are of KV memory."""
+    """What the engine did so far. Every request of the trace before number `low_water` is finished."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -42,12 +42,13 @@ class EngineCounts(msgspec.Struct):
     bytes_verified: int = 0
     corrupt_blocks: int = 0
     registrations: int = 0
+    low_water: int = 0
     done: bool = False
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
-    """Sizes of the engine. Tokens a step are shared by all running requests. `forward_s` is
-    how long a step waits for completions at most: the time a forward pass would take."""
+    """Sizes of the engine. Tokens a step are shared by all running requests. `forward_s`
+    stands for the forward pass: an engine whose steps take no time at all outruns any sidecar."""
 
     block_size: int = 16
     max_running: int = 8
@@ -60,6 +61,7 @@ class Request:
     """One request: tokens and hashes grow, the block table follows, `computed` counts tokens with KV."""
 
     def __init__(self, number: int, line: TraceLine, block_size: int) -> None:
+        self.number = number
         self.request_id = f"req-{number}"
         self.seed = 1_000_000_007 + number
         self.tokens = prompt_tokens(line)
@@ -101,6 +103,7 @@ class ReferenceEngine:
         self.waiting: deque[Request] = deque()
         self.loading: dict[int, Request] = {}
         self.running: list[Request] = []
+        self._done: set[int] = set()
         self._ending: list[Request] = []
         self._preempted: list[str] = []
 
@@ -109,6 +112,7 @@ class ReferenceEngine:
 
     def run(self, lines: Iterator[TraceLine], first: int = 0) -> Iterator[EngineCounts]:
         """Serve every line; yields the counts after each step that finished a request."""
+        self.counts.low_water = first
         for number, line in enumerate(lines, first):
             self.waiting.append(Request(number, line, self.settings.block_size))
             while len(self.running) + len(self.loading) + len(self.waiting) >= self.settings.max_running:
@@ -128,7 +132,8 @@ class ReferenceEngine:
     def step(self) -> None:
         """One scheduler step: completions in, confirmed blocks out, then schedule and compute."""
         self.counts.steps += 1
-        self._poll(self.settings.forward_s)
+        time.sleep(self.settings.forward_s)
+        self._poll(0.0)
         self._send_step()
         budget = self._schedule_running(self.settings.step_tokens)
         self._admit(budget)
@@ -250,6 +255,10 @@ class ReferenceEngine:
         full = request.computed // self.settings.block_size
         self.counts.corrupt_blocks += self.cache.corrupt(request.blocks[:full], request.hashes[:full])
         self.counts.requests += 1
+        self._done.add(request.number)
+        while self.counts.low_water in self._done:
+            self._done.discard(self.counts.low_water)
+            self.counts.low_water += 1
         self.counts.prompt_tokens += request.prompt_length
         self.counts.output_tokens += request.final_length - request.prompt_length
         self.running.remove(request)
