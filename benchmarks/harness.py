@@ -131,7 +131,7 @@ class StepCase(NamedTuple):
 
 WARM_UP = 3
 STEP_CASES = tuple(
-    StepCase(blocks, evicting, 8192 // blocks + 16) for blocks in (256, 2048) for evicting in (False, True)
+    StepCase(blocks, evicting, 16384 // blocks + 32) for blocks in (256, 2048) for evicting in (False, True)
 )
 
 

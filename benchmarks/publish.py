@@ -8,6 +8,7 @@ Peer: vLLM's ZmqEventPublisher with 64 events of one block per batch, which is w
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -19,6 +20,7 @@ import uvloop
 import zmq
 
 from benchmarks.harness import BLOCK_TOKENS, HASH_BYTES, Spread, ask_peer, make_chain, note, report
+from kvevents_service.cli.serve import GC_THRESHOLD
 from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.engine.offers import make_offer
@@ -127,22 +129,25 @@ def run_once(metas: list[BlockStoreMeta]) -> tuple[float, float]:
 
 
 def main() -> None:
-    metas = snapshots()
-    results = [run_once(metas) for _ in range(RUNS)]
-    spread = Spread.of([rate for rate, _ in results])
-    note(f"{spread} blocks/s")
-    peer = ask_peer("publish", PEER_BATCHES, BLOCKS, RUNS)
+    gc.set_threshold(GC_THRESHOLD)
+    metas, results, peers = snapshots(), [], []
+    for _ in range(RUNS):  # in turns, so that both meet the same neighbours
+        results.append(run_once(metas))
+        peers.append(ask_peer("publish", PEER_BATCHES, BLOCKS, 1))
+    rates = [rate for peer in peers if peer for rate in peer["blocks_per_s"]]
+    spread, peer_spread = Spread.of([rate for rate, _ in results]), Spread.of(rates) if rates else None
+    note(f"{spread} blocks/s; peer {peer_spread}")
     report(
         "publish",
         spread,
         "blocks/s",
         TARGET_BLOCKS_PER_S,
         rate=True,
-        peer="vLLM 0.33 ZmqEventPublisher, 64 single-block events per batch" if peer else None,
-        peer_value=Spread.of(peer["blocks_per_s"]).median if peer else None,
+        peer="vLLM 0.33 ZmqEventPublisher, 64 single-block events per batch" if rates else None,
+        peer_value=peer_spread.median if peer_spread else None,
         bytes_per_block=results[0][1],
-        peer_bytes_per_block=peer["bytes_per_block"] if peer else None,
-        peer_min_max=[min(peer["blocks_per_s"]), max(peer["blocks_per_s"])] if peer else None,
+        peer_bytes_per_block=peers[0]["bytes_per_block"] if peers[0] else None,
+        peer_min_max=[peer_spread.min, peer_spread.max] if peer_spread else None,
         lost=0,
     )
 

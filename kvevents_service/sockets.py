@@ -7,6 +7,7 @@ up the edge. So a receive first tries, and only waits when there is nothing; and
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 
 import zmq
@@ -52,10 +53,9 @@ class Receiver:
             self._ready.clear()
             if (frames := self.recv_nowait()) is not None:
                 return frames
-            try:
-                await asyncio.wait_for(self._ready.wait(), RECHECK_S)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RECHECK_S):  # not wait_for: before 3.12 it can swallow a cancellation
+                    await self._ready.wait()
         return frames
 
 

@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 
 import pytest
-import uvloop
 import zmq
 
 from kvevents_service.core.journal import Journal, JournalLimits
@@ -26,12 +25,6 @@ from kvevents_service.wire.frames import REPLAY_END, live_frames, replay_reply
 DEADLINE_S = 20
 EMPTY = encode_batch(EventBatch(1.0, [], 0))
 QUICK = Timing(stall_s=0.1, settle_s=0.02)
-pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture")
-
-
-@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
-def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
-    return request.param()
 
 
 class Peer:
@@ -93,10 +86,11 @@ async def publisher() -> AsyncIterator[Peer]:
 def bound() -> Iterable[object]:
     """Sockets to be made by hand: `socket, endpoint = bound(zmq.XPUB)`."""
     context = zmq.Context()
+    sockets = []
 
     def make(kind: int, endpoint: str = "tcp://127.0.0.1:0") -> tuple[zmq.Socket, str]:
-        socket = context.socket(kind)
-        return socket, bind(socket, endpoint, "test")
+        sockets.append(context.socket(kind))
+        return sockets[-1], bind(sockets[-1], endpoint, "test")
 
     yield make
     context.destroy(linger=0)
@@ -258,3 +252,169 @@ async def answer(router: zmq.Socket, identity: bytes, times: int) -> None:
         router.send_multipart([identity, *replay_reply(b"kv", 0, EMPTY)])
         if turn % 16 == 0:
             await asyncio.sleep(0)
+
+
+BAD_FRAMES = {
+    "one frame": ([b"kv"], "frames"),
+    "two frames": ([b"kv", b"\0" * 8], "frames"),
+    "four frames": ([b"kv", b"\0" * 8, EMPTY, b""], "frames"),
+    "seq of 7 bytes": ([b"kv", b"\0" * 7, EMPTY], "seq"),
+    "the end marker": ([b"kv", b"\xff" * 8, b""], "seq"),
+    "no payload": ([b"kv", b"\0" * 8, b""], "payload"),
+}
+
+
+class TestMessages:
+    @pytest.mark.parametrize(("frames", "field"), BAD_FRAMES.values(), ids=BAD_FRAMES)
+    async def test_bad_frames_are_told_and_it_goes_on(
+        self, publisher: Peer, frames: list[bytes], field: str
+    ) -> None:
+        async with Subscriber(publisher.endpoint) as subscriber:
+            await publisher.subscribed()
+            publisher.xpub.send_multipart(frames)
+            publisher.send(1)
+            bad, good = await take(subscriber, 2)
+        assert isinstance(bad, Undecodable)
+        assert (bad.topic, bad.seq, bad.error.field) == (b"kv", None, field)
+        assert good.seq == 0
+
+    async def test_a_bad_payload_is_no_gap(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint) as subscriber:
+            await publisher.subscribed()
+            for seq, payload in enumerate([EMPTY, b"\xc1", EMPTY]):
+                publisher.xpub.send_multipart([b"kv", seq.to_bytes(8, "big"), payload])
+            first, bad, last = await take(subscriber, 3)
+            assert (first.seq, bad[:2], last.seq) == (0, (b"kv", 1), 2)
+            assert subscriber.stats()["undecodable"] == 1
+
+    async def test_a_bad_reply_is_told_and_the_replay_goes_on(self, publisher: Peer, bound) -> None:
+        router, bad = bound(zmq.ROUTER)
+        async with Subscriber(publisher.endpoint, replay=bad) as subscriber:
+            identity, *_ = await received(router)
+            router.send_multipart([identity, b"", b"one frame too", b"few"])
+            router.send_multipart([identity, *replay_reply(b"kv", 0, EMPTY)])
+            undecodable, batch = await take(subscriber, 2)
+        assert (undecodable.error.field, batch.seq) == ("seq", 0)
+
+    @pytest.mark.parametrize("topic", ["kv", "kv@10.0.0.1@llama", "kv@[::1]@größe", ""])
+    async def test_a_topic_is_matched_exactly(self, publisher: Peer, topic: str) -> None:
+        sent, longer = topic.encode(), topic.encode() + b"-70b"
+        async with Subscriber(publisher.endpoint, topic=topic) as subscriber:
+            assert await received(publisher.xpub) == [b"\1" + sent]
+            for name in (longer, sent):
+                publisher.xpub.send_multipart(live_frames(name, 7 + (name == sent), EMPTY))
+            (item, *_) = await take(subscriber, 1 if topic else 2)
+            assert item.topic == (sent if topic else longer)
+            assert subscriber.topics_seen == {longer: 1, sent: 1}
+            assert subscriber.stats()["other_topics"] == (1 if topic else 0)
+
+    async def test_observing_topics_delivers_no_more(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint, topic="kv", observe_topics=True) as subscriber:
+            assert await received(publisher.xpub) == [b"\1"]
+            publisher.xpub.send_multipart(live_frames(b"other", 7, EMPTY))
+            publisher.xpub.send_multipart(live_frames(b"kv", 3, EMPTY))
+            assert await briefly(subscriber, 1) == [3]
+            assert set(subscriber.topics_seen) == {b"other", b"kv"}
+
+    async def test_topics_seen_are_bounded(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint, topic="kv") as subscriber:
+            await publisher.subscribed()
+            for number in range(200):
+                publisher.xpub.send_multipart([b"kv%d" % number + b"x" * 1000, b"\0" * 8, EMPTY])
+            publisher.send(1)
+            await take(subscriber, 1)
+            assert len(subscriber.topics_seen) == 64
+            assert max(map(len, subscriber.topics_seen)) == 256
+
+
+class TestWaiting:
+    async def test_cancelling_loses_nothing(self, publisher: Peer) -> None:
+        seqs: list[int] = []
+        async with (
+            Subscriber(publisher.endpoint, replay=publisher.replay) as subscriber,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            await publisher.subscribed()
+            while len(seqs) < 2000:
+                if publisher.journal.next_seq < 2000:
+                    publisher.send(5)
+                for _ in range(5):
+                    try:
+                        async with asyncio.timeout(0.0005):
+                            seqs.append((await anext(subscriber)).seq)
+                    except TimeoutError:
+                        break
+        assert seqs == list(range(2000))
+
+    async def test_a_flood_leaves_the_loop_to_others(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint) as subscriber:
+            await publisher.subscribed()
+            publisher.send(1000)
+            taking = asyncio.create_task(take(subscriber, 1000))
+            turns = 0
+            while not taking.done():
+                turns += 1
+                await asyncio.sleep(0)
+            assert turns >= 10
+            assert [item.seq for item in await taking] == list(range(1000))
+
+    async def test_closed_it_ends(self, publisher: Peer) -> None:
+        subscriber = Subscriber(publisher.endpoint)
+        async with subscriber:
+            await subscriber.close()
+            assert [item async for item in subscriber] == []
+        await subscriber.close()
+        assert not subscriber.connected
+
+
+class TestEndpoints:
+    @pytest.mark.parametrize("endpoint", ["127.0.0.1:5557", "tcp://127.0.0.1", "x://y:1", ""])
+    async def test_one_that_cannot_be(self, endpoint: str) -> None:
+        with pytest.raises(ConfigError) as raised:
+            async with Subscriber(endpoint):
+                pass
+        assert raised.value.setting == "endpoint"
+
+    async def test_a_replay_that_cannot_be(self, publisher: Peer) -> None:
+        with pytest.raises(ConfigError) as raised:
+            async with Subscriber(publisher.endpoint, replay="nowhere"):
+                pass
+        assert raised.value.setting == "replay"
+
+    @pytest.mark.parametrize(("host", "local"), [("*", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")])
+    async def test_a_wildcard_is_this_machine(self, host: str, local: str) -> None:
+        async with Subscriber(f"tcp://{host}:9") as subscriber:
+            assert subscriber.endpoint == f"tcp://{local}:9"
+
+    async def test_ipv6(self, bound) -> None:
+        try:
+            xpub, endpoint = bound(zmq.XPUB, "tcp://[::1]:0")
+        except ConfigError:
+            pytest.skip("this machine has no IPv6")
+        async with Subscriber(endpoint) as subscriber:
+            await received(xpub)
+            xpub.send_multipart(live_frames(b"", 0, EMPTY))
+            assert await briefly(subscriber, 1) == [0]
+
+    async def test_the_state_is_in_the_repr(self, publisher: Peer) -> None:
+        subscriber = Subscriber(publisher.endpoint)
+        assert repr(subscriber) == f"<Subscriber {publisher.endpoint} closed <Sequencer live next=0 held=0>>"
+        async with subscriber:
+            await publisher.subscribed()
+            publisher.send(1)
+            await take(subscriber, 1)
+            assert repr(subscriber) == f"<Subscriber {publisher.endpoint} connected <Sequencer live next=1 held=0>>"
+
+    async def test_the_stats_name_what_was_lost(self, publisher: Peer) -> None:
+        async with Subscriber(publisher.endpoint) as subscriber:
+            assert set(subscriber.stats().values()) == {0}
+            await publisher.subscribed()
+            publisher.lose(1)
+            publisher.send(2)
+            await take(subscriber, 2)
+            assert {name: number for name, number in subscriber.stats().items() if number} == {"batches": 2}
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import sys; sys.modules['torch'] = None; import kvevents_service.subscriber"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -25,6 +25,7 @@ from kvevents_service.wire.control import Inspected
 MAX_RESTARTS = 5
 QUIET_S = 60.0
 CATCH_UP_S = 20.0
+PROGRESS_EVERY = 25
 
 
 class DemoSettings(NamedTuple):
@@ -131,6 +132,7 @@ class DemoRun:
         self._pub, self._replay = settings.pub, settings.replay
         self._ready = asyncio.Event()
         self._low_water = 0
+        self._told = 0
 
     async def run(self) -> Summary:
         """Serve the whole trace, compare, stop. Raises SidecarGone if a process cannot be kept alive."""
@@ -208,9 +210,16 @@ class DemoRun:
             ):
                 setattr(self.summary, field, getattr(before, field) + getattr(counts, field))
             self._low_water = counts.low_water
+            self._tell_progress()
             if counts.done:
                 return True
         return False
+
+    def _tell_progress(self) -> None:
+        done, total = self.summary.requests, self.settings.requests
+        if done >= self._told + PROGRESS_EVERY or done >= total > self._told:
+            self._told = done
+            self.say(f"served {done} of {total} requests, {self.summary.hit_tokens:,} tokens from the tier")
 
     # the comparison
 
@@ -239,11 +248,11 @@ def hash_keys(packed: bytes, hash_bytes: int) -> set[int]:
     return {key64(packed[start : start + hash_bytes]) for start in range(0, len(packed), hash_bytes or 1)}
 
 
-def inspect(engine_socket: str) -> Inspected:
+def inspect(engine_socket: str, wait_s: float = 5.0) -> Inspected:
     """The sidecar's own books, asked as an observer. SidecarGone if it does not answer."""
     client = OffloadClient(engine_socket, EngineLayout("demo", "", (), (), ()))
     try:
-        client.wait_connected(5.0)
+        client.wait_connected(wait_s)
         inspected = client.inspect(residents=True)
     finally:
         client.close()

@@ -184,8 +184,8 @@ def _first(subscriber: Subscriber) -> bool:
 
 def silence(subscriber: Subscriber) -> str:
     """What to look at when nothing came."""
-    seen = ", ".join(repr(escape(topic_text(topic))) for topic in subscriber.topics_seen) or "none"
-    topic = repr(escape(topic_text(subscriber.topic))) if subscriber.topic else "(all)"
+    seen = ", ".join(repr(topic_text(topic)) for topic in subscriber.topics_seen) or "none"
+    topic = repr(topic_text(subscriber.topic)) if subscriber.topic else "(all)"
     state = "connected" if subscriber.connected else "not connected"
     return f"{state} to {subscriber.endpoint}, 0 messages, subscribed to topic {topic}, topics seen: {seen}"
 

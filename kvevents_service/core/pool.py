@@ -17,6 +17,7 @@ bisection, why pinning the last block of a hit pins all of it, and why a store i
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,27 +76,17 @@ class BlockPool:
     def known_prefix(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of the chain are indexed, ready or pending."""
         index = self.index[group]
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] in index:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in index)
 
     def ready_prefix(self, group: int, packed: bytes, hash_bytes: int) -> int:
         """How many leading blocks of the packed chain can be loaded now."""
         index, state = self.index[group], self._state
-        low, high = 0, len(packed) // hash_bytes
-        while low < high:
-            middle = (low + high) // 2
-            slot = index.get(packed[middle * hash_bytes : (middle + 1) * hash_bytes])
-            if slot is not None and state[slot] == READY:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+
+        def missing(position: int) -> bool:
+            slot = index.get(packed[position * hash_bytes : (position + 1) * hash_bytes])
+            return slot is None or state[slot] != READY
+
+        return bisect_left(range(len(packed) // hash_bytes), True, key=missing)
 
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
         return self.index[group].get(block_hash)
@@ -190,7 +181,7 @@ class BlockPool:
                 self._offer_if_evictable(slot)
 
     def abandon(self, slots: Sequence[int]) -> None:
-        """The copy into these slots has ended, and its blocks are not wanted. Children before parents."""
+        """The copy into these slots has ended, and its blocks are not wanted."""
         for slot in slots:
             if self._state[slot] == PENDING:
                 self._unindex(slot)

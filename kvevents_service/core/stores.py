@@ -197,5 +197,5 @@ class Stores:
             pool.commit(run.slots)
             return True
         self.tier.counters["declined_store_dropped"] += len(run.slots)
-        pool.abandon(run.slots[::-1])
+        pool.abandon(run.slots)
         return False

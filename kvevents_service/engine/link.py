@@ -57,29 +57,24 @@ class Link:
         """What has arrived; waits up to `wait_s` for a first message."""
         for message in self.connection.receive(wait_s):
             self.suspect = False
-            taken = self._take(message)
-            if taken is not None:
-                yield taken
+            if isinstance(message, Welcome):
+                continue
+            yield message
+            yield from self._ends(message)
 
-    def _take(self, message: SidecarMessage) -> Completion | Answer | None:
+    def _ends(self, message: SidecarMessage) -> Iterator[Completion]:
+        """Settle the books; a refused step or load ends here: the sidecar never touched a block of it."""
         match message:
             case StepDone():
                 self._steps.discard(message.step_id)
             case Loaded():
                 self._loads.discard(message.load_id)
-            case Error(call_id=int() as number) if number in self._steps or number in self._loads:
-                return self._refused(number)
-            case Welcome():
-                return None
-        return message
-
-    def _refused(self, number: int) -> Completion:
-        """The sidecar refused a step or load: it never touched a block of it."""
-        if number in self._steps:
-            self._steps.discard(number)
-            return StepDone(number, 0, 0, 0)
-        self._loads.discard(number)
-        return Loaded(number, 0)
+            case Error(call_id=int() as number) if number in self._steps:
+                self._steps.discard(number)
+                yield StepDone(number, 0, 0, 0)
+            case Error(call_id=int() as number) if number in self._loads:
+                self._loads.discard(number)
+                yield Loaded(number, 0)
 
     def abandoned(self) -> list[Completion]:
         """After EOF: the ends of everything that was outstanding. No copy of it is running any more."""

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +61,18 @@ class Service(NamedTuple):
     plane: EnginePlane
     publisher: Publisher
     replayer: Replayer | None
+
+    def parts(self) -> list[Coroutine[None, None, None]]:
+        """What runs until it is cancelled."""
+        parts = [self.publisher.run(), self.sidecar.run(), self.plane.run()]
+        return parts if self.replayer is None else [*parts, self.replayer.run()]
+
+    async def drain(self) -> None:
+        """No new engines; wait for copies under way; end sessions; say that every block is gone; send it all."""
+        await self.sidecar.drained()
+        await self.plane.close()
+        self.sidecar.withdraw()
+        self.publisher.send_pending()
 
 
 @asynccontextmanager
@@ -136,11 +148,8 @@ async def serve(config: ServeConfig, on_ready: Callable[[Ready], None]) -> int:
 
 
 async def _run(service: Service, signals: asyncio.Queue[signal.Signals], stop_s: float) -> int:
-    parts = [service.publisher.run(), service.sidecar.run(), service.plane.run()]
-    if service.replayer is not None:
-        parts.append(service.replayer.run())
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(part) for part in parts]
+        tasks = [group.create_task(part) for part in service.parts()]
         log.info("signal %s: draining", (await signals.get()).name)
         code = await _drain(service, signals, stop_s)
         for task in tasks:
@@ -150,7 +159,7 @@ async def _run(service: Service, signals: asyncio.Queue[signal.Signals], stop_s:
 
 async def _drain(service: Service, signals: asyncio.Queue[signal.Signals], stop_s: float) -> int:
     """Drain within `stop_s` or until a second signal."""
-    draining = asyncio.create_task(_end_cleanly(service))
+    draining = asyncio.create_task(service.drain())
     second = asyncio.create_task(signals.get())
     done, _ = await asyncio.wait({draining, second}, timeout=stop_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, second):
@@ -162,10 +171,3 @@ async def _drain(service: Service, signals: asyncio.Queue[signal.Signals], stop_
     log.warning("stopped before it was drained")
     return EXIT_FORCED
 
-
-async def _end_cleanly(service: Service) -> None:
-    await service.sidecar.drained()
-    await service.plane.close()
-    if service.sidecar.withdraw():
-        log.info("withdrew every block")
-    service.publisher.send_pending()

@@ -148,8 +148,10 @@ class EnginePlane:
         await asyncio.gather(*(session.closed for session in tuple(self.sessions)))
 
     def unlink(self) -> None:
-        """Stop listening and remove the socket's file, if it is still ours."""
+        """Stop listening, cut what is still connected, and remove the socket's file, if it is still ours."""
         self._socket.close()
+        for session in tuple(self.sessions):
+            session.abort()
         with contextlib.suppress(FileNotFoundError):
             if os.stat(self.path).st_ino == self._inode:
                 os.unlink(self.path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvevents_service.errors import ConfigError
 
-RESERVE = 65536
+RESERVE = 4096
 FILE_NAME = "next-seq"
 LOCK_NAME = "lock"
 
@@ -54,6 +54,7 @@ class SequenceStore:
         except FileNotFoundError:
             return 0
         if not text.strip().isdigit():
+            os.close(self._lock)
             raise ConfigError("state_dir", f"a number in {self._file}")
         return int(text)
 

@@ -130,6 +130,11 @@ class EngineSession(asyncio.Protocol):
         self._sidecar.dismiss(self)
         self.copy_ended()
 
+    def abort(self) -> None:
+        """Cut the connection. Only when no worker runs any more."""
+        if self._transport is not None:
+            self._transport.abort()
+
     def copy_ended(self) -> None:
         """A copy of this session has ended: if it was the last of an ending session, let go of the memory."""
         if self.copies:

@@ -43,7 +43,7 @@ def test_a_block_is_pending_then_ready_then_free() -> None:
 def test_an_abandoned_block_was_never_there() -> None:
     pool = BlockPool(4, 1)
     slots = allocate(pool, ABCD).slots
-    pool.abandon(slots[::-1])
+    pool.abandon(slots)
     pool.check()
     assert (len(pool), pool.free_slots) == (0, 4)
 
@@ -54,7 +54,7 @@ def test_an_orphan_keeps_its_slot_until_its_copy_has_ended() -> None:
     assert pool.clear() == [(0, [])]
     assert states(pool, slots) == {ORPHANED}
     assert allocate(pool, EF) == ([], [])
-    pool.abandon(slots[::-1])
+    pool.abandon(slots)
     assert pool.free_slots == 4
 
 
@@ -74,9 +74,9 @@ def test_a_parent_whose_store_failed_waits_for_its_pending_child() -> None:
     pool = BlockPool(4, 1)
     first = allocate(pool, ABCD.part(0, 2)).slots
     second = allocate(pool, ABCD.part(2), first[-1]).slots
-    pool.abandon(first[::-1])
+    pool.abandon(first)
     assert (pool.count(DOOMED), pool.free_slots) == (2, 0)
-    pool.abandon(second[::-1])
+    pool.abandon(second)
     pool.check()
     assert pool.free_slots == 4
 
@@ -111,13 +111,17 @@ def test_the_leaf_used_longest_ago_leaves_first() -> None:
 
 
 def test_a_hit_keeps_the_whole_prefix_young() -> None:
-    """Only the last block is touched; its parents were used no earlier."""
-    pool = ready_pool(ABCD.part(0, 2), EF, capacity=6)
-    tail = pool.slot_of(0, ABCD.hashes[1])
+    """Only its last block is touched. When that has left, its parent was still used later than others."""
+    pool = ready_pool(ABCD.part(0, 2), EF.part(0, 1), capacity=3)
+    tail, other = pool.slot_of(0, ABCD.hashes[1]), pool.slot_of(0, EF.hashes[0])
     assert tail is not None
+    assert other is not None
+    pool.pin(other)
     pool.touch(tail)
-    evicted = allocate(pool, make_chain([8] * 10, 2)).evicted
-    assert [name for _, name in evicted] == [EF.hashes[1], EF.hashes[0], ABCD.hashes[1]]
+    one, two = make_chain([8] * 2, 2), make_chain([9] * 2, 2)
+    assert [name for _, name in allocate(pool, one).evicted] == [ABCD.hashes[1]]
+    pool.unpin(other)
+    assert [name for _, name in allocate(pool, two).evicted] == [EF.hashes[0]]
 
 
 def test_a_pinned_chain_stays() -> None:

@@ -1,0 +1,122 @@
+"""The whole path as a person runs it: the demo, with kill -9 of either side, and tail beside it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+KVEVENTS = [sys.executable, "-m", "kvevents_service"]
+LONG_S = 100
+ENDPOINTS = ["--pub", "tcp://127.0.0.1:0", "--replay", "tcp://127.0.0.1:0"]
+KEYS = {
+    *("requests", "hit_tokens", "prompt_tokens", "blocks_stored", "blocks_removed", "blocks_resident"),
+    *("bytes_moved", "bytes_verified", "corrupt_blocks", "gaps", "stream_matches_resident"),
+}
+
+
+class Demo:
+    """A demo under way. `wait_for` reads its chatter until a process has started."""
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [*KVEVENTS, "demo", "--json", *ENDPOINTS, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.chatter: list[str] = []
+
+    def wait_for(self, start: str) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.chatter.append(line)
+            if line.startswith(start):
+                return line
+        raise AssertionError(self.chatter)
+
+    def kill(self, line: str) -> None:
+        os.kill(int(re.search(r"pid (\d+)", line)[1]), signal.SIGKILL)  # type: ignore[index]
+
+    def summary(self) -> dict[str, int]:
+        out, err = self.process.communicate(timeout=LONG_S)
+        assert self.process.returncode == 0, (self.chatter, err, out)
+        return json.loads(out)
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[None]:
+    """Nothing of ours is left in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def assert_true(summary: dict[str, int]) -> None:
+    assert summary.keys() >= KEYS
+    assert summary["corrupt_blocks"] == 0
+    assert summary["gaps"] == 0
+    assert summary["stream_matches_resident"] is True
+    assert summary["blocks_resident"] > 0
+
+
+def test_the_demo_serves_from_the_tier_and_ends_true(shared_memory: None) -> None:
+    summary = Demo("--host-bytes", str(192 << 20)).summary()
+    assert_true(summary)
+    assert summary["requests"] == 200
+    assert summary["hit_tokens"] > 0
+    assert summary["bytes_verified"] > 0
+    assert summary["blocks_removed"] > 0
+    assert summary["blocks_stored"] - summary["blocks_removed"] == summary["blocks_resident"]
+
+
+def test_kill_9_of_the_sidecar_costs_hits_and_nothing_else(shared_memory: None) -> None:
+    demo = Demo("--requests", "120")
+    sidecar = demo.wait_for("sidecar: pid")
+    demo.wait_for("engine: pid")
+    progress(demo)
+    demo.kill(sidecar)
+    demo.wait_for("sidecar: pid")
+    summary = demo.summary()
+    assert_true(summary)
+    assert summary["sidecar_restarts"] == 1
+    assert summary["requests"] == 120
+
+
+def test_kill_9_of_the_engine_keeps_the_blocks_for_its_successor(shared_memory: None) -> None:
+    demo = Demo("--requests", "120")
+    demo.wait_for("sidecar: pid")
+    engine = demo.wait_for("engine: pid")
+    progress(demo)
+    demo.kill(engine)
+    demo.wait_for("engine: pid")
+    summary = demo.summary()
+    assert_true(summary)
+    assert summary["engine_restarts"] == 1
+    assert summary["hit_tokens"] > 0
+
+
+def progress(demo: Demo) -> None:
+    """Wait until the demo has served some requests."""
+    demo.wait_for("served")
+
+
+def test_tail_beside_a_running_demo_prints_one_object_per_event() -> None:
+    demo = Demo("--requests", "120")
+    line = demo.wait_for("sidecar: pid")
+    pub, replay = re.search(r"events on (\S+), replay on (\S+)", line).groups()  # type: ignore[union-attr]
+    tail = [*KVEVENTS, "tail", pub, "--replay", replay, "--json"]
+    counted = subprocess.run([*tail, "--count", "50"], capture_output=True, text=True, timeout=LONG_S, check=True)
+    events = [json.loads(printed) for printed in counted.stdout.splitlines()]
+    assert len(events) == 50
+    assert {event["type"] for event in events} <= {"BlockStored", "BlockRemoved"}
+    piped = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", *tail], capture_output=True, text=True, timeout=LONG_S
+    )
+    assert (piped.returncode, piped.stderr.replace(f"following {pub}\n", "")) == (0, "")
+    assert json.loads(piped.stdout)["type"] == "BlockStored"
+    assert_true(demo.summary())

@@ -1,0 +1,61 @@
+"""Event numbers never go back, whatever ends the process (I5)."""
+
+from pathlib import Path
+
+import pytest
+
+from kvevents_service.errors import ConfigError
+from kvevents_service.service.numbering import FILE_NAME, RESERVE, SequenceStore
+
+
+def crash(store: SequenceStore) -> None:
+    """What is left of a process after kill -9: the file, and no lock."""
+    import os
+
+    os.close(store._lock)
+
+
+def test_a_new_directory_starts_at_zero(tmp_path: Path) -> None:
+    store = SequenceStore(tmp_path / "fresh")
+    assert store.first_seq == 0
+    store.close(0)
+
+
+def test_after_a_clean_end_the_numbers_go_on_exactly(tmp_path: Path) -> None:
+    store = SequenceStore(tmp_path)
+    store.cover(0)
+    store.close(17)
+    again = SequenceStore(tmp_path)
+    assert again.first_seq == 17
+    again.close(17)
+
+
+@pytest.mark.parametrize("used", [0, 1, RESERVE - 1, RESERVE, 3 * RESERVE + 5])
+def test_after_a_crash_no_number_is_used_twice(tmp_path: Path, used: int) -> None:
+    store = SequenceStore(tmp_path)
+    for seq in range(used + 1):
+        store.cover(seq)
+    crash(store)
+    again = SequenceStore(tmp_path)
+    assert used < again.first_seq <= used + RESERVE
+    again.close(again.first_seq)
+
+
+def test_two_processes_never_number_one_stream(tmp_path: Path) -> None:
+    store = SequenceStore(tmp_path)
+    with pytest.raises(ConfigError, match="no other sidecar"):
+        SequenceStore(tmp_path)
+    store.close(0)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-4", "1.5"])
+def test_a_file_that_holds_no_number_is_an_error_not_a_zero(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(ConfigError, match="state_dir"):
+        SequenceStore(tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="state_dir"):
+        SequenceStore(tmp_path / "file")
