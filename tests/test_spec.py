@@ -294,7 +294,19 @@ def engine(sidecar: dict[str, Any]) -> Iterator[Engine]:
         yield engine
 
 
-def test_the_example_session(sidecar: dict[str, Any], engine: Engine) -> None:
+def test_the_example_session(tmp_path: Path) -> None:
+    """With a sidecar of its own: the page's ids and numbers are those of a first session."""
+    with (
+        running_sidecar(tmp_path) as sidecar,
+        closing(Engine(sidecar["engine_socket"], BLOCKS * BLOCK_BYTES)) as engine,
+    ):
+        storing_and_loading(sidecar, engine)
+        an_error(engine)
+        events(sidecar, engine)
+        assert engine.leave() == b""
+
+
+def storing_and_loading(sidecar: dict[str, Any], engine: Engine) -> None:
     assert frame(HELLO) == BLOCKS_OF_SPEC["hello"]
     welcome = engine.hello(HELLO)
     assert welcome == ["welcome", 1, sidecar["boot_id"], 1, 64, BLOCK_BYTES]
@@ -312,9 +324,13 @@ def test_the_example_session(sidecar: dict[str, Any], engine: Engine) -> None:
     half = 3 * BLOCK_BYTES
     assert engine.memory[half:] == engine.memory[:half] == b"".join(bytes([i]) * BLOCK_BYTES for i in (1, 2, 3))
 
+
+def an_error(engine: Engine) -> None:
     engine.socket.sendall(b"\x01\x00\x00\x00\xc1")  # 0xc1 is no MessagePack
     assert frame(engine.receive()) == BLOCKS_OF_SPEC["error"]
 
+
+def events(sidecar: dict[str, Any], engine: Engine) -> None:
     batch, end = replay(sidecar["replay"], b"", BLOCKS_OF_SPEC["replay-request"])
     assert batch[:3] == [b"", b"", bytes(8)]
     assert with_ts(batch[3]) == BLOCKS_OF_SPEC["stored-batch"]
@@ -324,8 +340,6 @@ def test_the_example_session(sidecar: dict[str, Any], engine: Engine) -> None:
     assert frame(engine.ask(["reset", 4])) == BLOCKS_OF_SPEC["reset_done"]
     removed, _ = replay(sidecar["replay"], (1).to_bytes(8, "big"))  # without the delimiter
     assert with_ts(removed[3]) == BLOCKS_OF_SPEC["removed-batch"]
-
-    assert engine.leave() == b""
 
 
 def stats(engine: Engine) -> list[Any]:

@@ -200,18 +200,41 @@ class TestReplay:
             assert await briefly(subscriber, 3) == [Gap(0, 3), 3, 4]
             assert subscriber.stats()["replays_given_up"] >= 1
 
-    @pytest.mark.parametrize("flood", [1, 100_000], ids=["stalls", "repeats itself"])
-    async def test_an_answer_without_end(self, publisher: Peer, bound, flood: int) -> None:
+    @pytest.mark.parametrize("times", [1, sys.maxsize], ids=["stalls", "repeats itself"])
+    async def test_an_answer_without_end(self, publisher: Peer, bound, times: int) -> None:
         router, endless = bound(zmq.ROUTER)
         async with Subscriber(publisher.endpoint, replay=endless, timing=QUICK) as subscriber:
             await publisher.subscribed()
             publisher.lose(3)
             publisher.send(1)
             identity, *_ = await received(router)
-            answering = asyncio.create_task(answer(router, identity, flood))
+            answering = asyncio.create_task(answer(router, identity, times))
             assert await briefly(subscriber, 3) == ["r0", Gap(1, 3), 3]
             answering.cancel()
             assert subscriber.stats()["replays_given_up"] == 1
+
+    async def test_a_slow_answer_is_not_given_up_while_it_goes_on(self, publisher: Peer, bound) -> None:
+        router, slow = bound(zmq.ROUTER)
+        async with Subscriber(publisher.endpoint, replay=slow, timing=QUICK) as subscriber:
+            identity, *_ = await received(router)
+            for seq in range(4):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(QUICK.stall_s * 0.6):
+                        await anext(subscriber)
+                router.send_multipart([identity, *replay_reply(b"kv", seq, EMPTY)])
+                assert await briefly(subscriber, 1) == [f"r{seq}"]
+            assert subscriber.stats()["replays_given_up"] == 0
+
+    async def test_an_answer_that_takes_too_long_in_all(self, publisher: Peer, bound) -> None:
+        router, endless = bound(zmq.ROUTER)
+        timing = Timing(stall_s=DEADLINE_S, total_s=0.1)
+        async with Subscriber(publisher.endpoint, replay=endless, timing=timing) as subscriber:
+            await publisher.subscribed()
+            publisher.lose(3)
+            publisher.send(1)
+            identity, *_ = await received(router)
+            router.send_multipart([identity, *replay_reply(b"kv", 0, EMPTY)])
+            assert await briefly(subscriber, 3) == ["r0", Gap(1, 3), 3]
 
     async def test_the_framing_without_a_topic(self, publisher: Peer, bound) -> None:
         router, old_vllm = bound(zmq.ROUTER)

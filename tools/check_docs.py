@@ -198,14 +198,15 @@ def click_command(name: str) -> click.Command | None:
 def table(command: click.Command) -> str:
     """The options of a command as a table, with the words of its --help."""
     context = click.Context(command)
-    records = (option.get_help_record(context) for option in command.params)
+    options = (option for option in command.params if isinstance(option, click.Option))
+    records = (option.get_help_record(context) for option in options)
     rows = [f"| `{escaped(names)}` | {escaped(text)} |" for names, text in (record for record in records if record)]
     return "\n".join(["| option | meaning |", "|---|---|", *rows]) + "\n"
 
 
 def escaped(text: str) -> str:
-    """A cell may hold no bare pipe, within backticks either."""
-    return text.replace("|", "\\|")
+    """A cell may hold no bare pipe, within backticks either; click pads with spaces."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def with_tables(text: str) -> str:

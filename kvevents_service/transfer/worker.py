@@ -75,8 +75,8 @@ class CopyWorker:
             await loop.run_in_executor(
                 self._executor, self._copy, memory, self._arena, meta.engine_blocks, meta.slots
             )
-        except RuntimeError as error:  # torch raises RuntimeError for every failed copy
-            raise CopyFailed(str(error)) from error
+        except Exception as error:  # the border of a copy: a worker that ended would hold every later transfer
+            raise CopyFailed(f"{type(error).__name__}: {error}") from error
         self.bytes_moved += meta.blocks * self._arena.block_bytes
 
     def close(self) -> None:

@@ -115,7 +115,10 @@ def test_tail_beside_a_running_demo_prints_one_object_per_event() -> None:
     assert len(events) == 50
     assert {event["type"] for event in events} <= {"BlockStored", "BlockRemoved"}
     piped = subprocess.run(
-        ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", *tail], capture_output=True, text=True, timeout=LONG_S
+        ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", *tail],
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
     )
     assert (piped.returncode, piped.stderr.replace(f"following {pub}\n", "")) == (0, "")
     assert json.loads(piped.stdout)["type"] == "BlockStored"

@@ -78,6 +78,9 @@ class TestRecording:
         assert [item["type"] for item in objects(result.stdout)] == ["AllBlocksCleared", "Invalid"]
         assert result.stderr == "<stdin>:2: line: expected a JSON object with `frames`, a list of strings\n"
 
+    def test_invalid_lines_before_the_count_is_reached(self) -> None:
+        assert run("--input", "-", "--count", "1", stdin="x\n" + recorded(AllBlocksCleared())).returncode == 1
+
     def test_a_recording_that_is_not_text(self, tmp_path: Path) -> None:
         path = tmp_path / "binary"
         path.write_bytes(b"\xff\xfe\x00{\n")
@@ -103,9 +106,10 @@ class TestRecording:
         assert result.returncode == 0
         assert [line.split()[2] for line in result.stdout.splitlines()] == types
 
-    def test_a_closed_pipe_is_silence(self) -> None:
-        command = f"{KVEVENTS} tail --input {VECTORS}/vllm-0.33-cpu-offload.jsonl"
-        shell = ["bash", "-c", f"{command} | head -1; echo ${{PIPESTATUS[0]}}"]
+    def test_a_closed_pipe_is_silence(self, tmp_path: Path) -> None:
+        path = tmp_path / "longer-than-a-pipe-holds.jsonl"
+        path.write_text(recorded(*[stored()] * 100) * 100)
+        shell = ["bash", "-c", f"{KVEVENTS} tail --input {path} | head -1; echo ${{PIPESTATUS[0]}}"]
         result = subprocess.run(shell, capture_output=True, text=True, timeout=DEADLINE_S)
         first, status = result.stdout.splitlines()
         assert "stored" in first

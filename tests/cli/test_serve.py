@@ -1,0 +1,167 @@
+"""`kvevents serve` as a process: ready line, signals, exit codes, numbers across lives."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvevents_service.engine.client import OffloadClient
+from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
+from kvevents_service.testing import make_chain
+from kvevents_service.wire.codec import decode_batch
+from kvevents_service.wire.control import PROTOCOL_VERSION, GroupSpec, Hello, Inspect, Memory
+from kvevents_service.wire.events import AllBlocksCleared
+from kvevents_service.wire.frames import parse_replay_reply, replay_request
+from kvevents_service.wire.framing import encode_message
+
+LONG_S = 30
+LOCAL = ["--pub", "tcp://127.0.0.1:0", "--replay", "tcp://127.0.0.1:0", "--log-level", "warning"]
+
+
+class Serve:
+    """A sidecar process."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        socket = str(directory / "engine.sock")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvevents_service", "serve", "--engine-socket", socket, *LOCAL, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ready(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def end(self, number: signal.Signals | None = None) -> tuple[int, str]:
+        """Exit code and stderr."""
+        if number is not None:
+            self.process.send_signal(number)
+        _, err = self.process.communicate(timeout=LONG_S)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[object]:
+    made: list[Serve] = []
+
+    def start(*options: str) -> Serve:
+        made.append(Serve(tmp_path, *options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.process.returncode is None:
+            one.process.kill()
+            one.process.communicate(timeout=LONG_S)
+
+
+def store_something(ready: dict[str, object]) -> None:
+    memory = SharedMemory.create(64 * 64)
+    groups, regions = [GroupSpec(0, "full_attention", 4)], uniform_layers(1, 64, 64)
+    layout = EngineLayout("t", "tiny", groups, [Memory(64 * 64)], regions, [memory.fd])
+    client = OffloadClient(str(ready["engine_socket"]), layout)
+    assert client.wait_connected(LONG_S)
+    assert client.step([make_chain(range(16), 4).offer(range(4))])
+    assert client.poll(LONG_S).steps[0].stored == 4
+    client.close()
+    os.close(memory.fd)
+
+
+def replayed(endpoint: object) -> list[tuple[int, object]]:
+    """(number, events) of everything that is retained."""
+    batches = []
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(str(endpoint))
+        dealer.send_multipart(replay_request(0))
+        while dealer.poll(LONG_S * 1000) and (reply := parse_replay_reply(dealer.recv_multipart())) is not None:
+            batches.append((reply.seq, decode_batch(reply.payload).batch.events))
+    return batches
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_drains_and_exits_with_0(serve, number: signal.Signals) -> None:
+    sidecar = serve()
+    ready = sidecar.ready()
+    assert ready["ready"] is True
+    store_something(ready)
+    assert sidecar.end(number) == (0, "")
+    assert not os.path.exists(str(ready["engine_socket"]))
+
+
+def test_bad_settings_exit_with_2_and_name_the_setting(serve) -> None:
+    code, err = serve("--host-bytes", "0").end()
+    assert (code, err) == (2, "kvevents serve: host_bytes: expected a positive whole number\n")
+
+
+def test_a_taken_port_exits_with_2(serve) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        other.bind("tcp://127.0.0.1:0")
+        taken = other.getsockopt_string(zmq.LAST_ENDPOINT)
+        code, err = serve("--pub", taken).end()
+    assert code == 2
+    assert err.startswith("kvevents serve: pub: expected an endpoint that can be bound")
+
+
+def test_without_a_state_directory_every_life_starts_at_0(serve) -> None:
+    for _ in range(2):
+        sidecar = serve()
+        ready = sidecar.ready()
+        store_something(ready)
+        assert [seq for seq, _ in replayed(ready["replay"])] == [0]
+        sidecar.end(signal.SIGKILL)
+
+
+def test_with_one_numbers_go_on_above_and_a_clear_comes_first(serve, tmp_path: Path) -> None:
+    state = ["--state-dir", str(tmp_path / "state")]
+    first = serve(*state)
+    ready = first.ready()
+    store_something(ready)
+    used = max(seq for seq, _ in replayed(ready["replay"]))
+    first.end(signal.SIGKILL)
+    second = serve(*state)
+    ready = second.ready()
+    assert ready["first_seq"] > used  # type: ignore[operator]
+    store_something(ready)
+    batches = replayed(ready["replay"])
+    assert [seq for seq, _ in batches] == [ready["first_seq"], ready["first_seq"] + 1]  # type: ignore[operator]
+    assert batches[0][1] == [AllBlocksCleared()]
+    assert second.end(signal.SIGTERM) == (0, "")
+
+
+def test_two_sidecars_never_share_a_state_directory(serve, tmp_path: Path) -> None:
+    state = ["--state-dir", str(tmp_path / "state")]
+    serve(*state).ready()
+    code, err = serve(*state, "--engine-socket", str(tmp_path / "other.sock")).end()
+    assert code == 2
+    assert "no other sidecar" in err
+
+
+def test_without_torch_the_error_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; sys.argv = ['kvevents', 'serve']; import kvevents_service.cli as c; c.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+    assert done.returncode == 2
+    assert "kvevents-service[offload]" in done.stderr
+
+
+def test_a_second_signal_forces_a_stop_that_a_peer_holds_up(serve) -> None:
+    sidecar = serve("--log-level", "info")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(sidecar.ready()["engine_socket"]))
+        peer.sendall(encode_message(Hello(PROTOCOL_VERSION, "observer", "never reads")))
+        assert peer.recv(4096)
+        for call_id in range(10_000):  # answers that nobody reads: the drain cannot flush them
+            peer.sendall(encode_message(Inspect(call_id)))
+        sidecar.process.send_signal(signal.SIGTERM)
+        assert any("draining" in line for line in sidecar.process.stderr)
+        code, err = sidecar.end(signal.SIGTERM)
+    assert (code, "stopped before it was drained" in err) == (3, True)

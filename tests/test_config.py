@@ -1,0 +1,63 @@
+"""Settings are checked before anything starts; every error names the setting and what was expected."""
+
+from pathlib import Path
+
+import pytest
+
+from kvevents_service.config import ServeConfig, load_config
+from kvevents_service.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"host_bytes": 0}, "host_bytes"),
+        ({"host_bytes": -5}, "host_bytes"),
+        ({"host_bytes": 1.5}, "host_bytes"),
+        ({"host_bytes": "1G"}, "host_bytes"),
+        ({"dp_rank": -1}, "dp_rank"),
+        ({"pub": "127.0.0.1:5557"}, "pub"),
+        ({"pub": "tcp://127.0.0.1"}, "pub"),
+        ({"pub": "tcp://127.0.0.1:65536"}, "pub"),
+        ({"pub": "tcp://::1:5557"}, "pub"),
+        ({"pub": "tcp://0.0.0.0:5557"}, "pub"),
+        ({"pub": "tcp://*:5557"}, "pub"),
+        ({"replay": "tcp://10.0.0.1:5558"}, "replay"),
+        ({"pub": "tcp://127.0.0.1:7", "replay": "tcp://127.0.0.1:7"}, "replay"),
+        ({"engine_socket": ""}, "engine_socket"),
+        ({"engine_socket": "/" + "x" * 120}, "engine_socket"),
+        ({"stop_s": 0}, "stop_s"),
+        ({"stop_s": float("nan")}, "stop_s"),
+        ({"retained_batches": 0}, "retained_batches"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(None, settings)
+
+
+def test_remote_addresses_must_be_asked_for() -> None:
+    asked = load_config(None, {"pub": "tcp://0.0.0.0:5557", "allow_remote": True})
+    assert asked.pub == "tcp://0.0.0.0:5557"
+
+
+@pytest.mark.parametrize("local", ["tcp://127.0.0.1:0", "tcp://localhost:1", "tcp://[::1]:5557", "ipc:///tmp/x"])
+def test_local_addresses_need_no_leave(local: str) -> None:
+    assert ServeConfig(pub=local).pub == local
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('topic = "file"\ndp_rank = 3\n')
+    config = load_config(path, {"topic": "flag", "dp_rank": None})
+    assert (config.topic, config.dp_rank) == ("flag", 3)
+
+
+@pytest.mark.parametrize(("text", "named"), [("topic = ", "TOML"), ("topik = 'x'", "topik"), (None, "readable file")])
+def test_a_bad_file_is_named(tmp_path: Path, text: str | None, named: str) -> None:
+    path = tmp_path / "c.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load_config(path, {})
