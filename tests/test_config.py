@@ -54,7 +54,9 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert (config.topic, config.dp_rank) == ("flag", 3)
 
 
-@pytest.mark.parametrize(("text", "named"), [("topic = ", "TOML"), ("topik = 'x'", "topik"), (None, "readable file")])
+@pytest.mark.parametrize(
+    ("text", "named"), [("topic = ", "TOML"), ("topik = 'x'", "topik"), (None, "readable file")]
+)
 def test_a_bad_file_is_named(tmp_path: Path, text: str | None, named: str) -> None:
     path = tmp_path / "c.toml"
     if text is not None:

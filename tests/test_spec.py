@@ -232,7 +232,9 @@ def first_line(process: subprocess.Popen[bytes]) -> bytes:
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
     assert ready, "no ready line"
-    return process.stdout.readline()
+    line = process.stdout.readline()
+    assert line, f"the sidecar ended at its start: exit {process.wait(DEADLINE_S)}"
+    return line
 
 
 @contextmanager

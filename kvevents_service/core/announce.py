@@ -66,7 +66,7 @@ def stored_event(meta: BlockStoreMeta) -> BlockStored:
 def removed_event(run: RemovedRun) -> BlockRemoved:
     """The announcement that blocks left a tier."""
     return BlockRemoved(
-        block_hashes=[low64(block_hash) for block_hash in run.block_hashes],
+        block_hashes=int_hashes(b"".join(run.block_hashes), len(run.block_hashes[0])),  # type: ignore[arg-type]
         medium=run.medium,
         group_idx=run.group.index,
         locality=LOCAL,

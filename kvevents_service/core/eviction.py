@@ -27,6 +27,11 @@ class EvictionQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
+    @property
+    def stamps(self) -> array[int]:
+        """When each slot was last used; only the order means something."""
+        return self._stamps
+
     def touch(self, slot: int) -> None:
         """The block was used now."""
         self._clock += 1

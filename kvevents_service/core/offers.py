@@ -14,6 +14,7 @@ Every block that is not stored is counted under one reason:
 
 from __future__ import annotations
 
+import struct
 from typing import Final
 
 from kvevents_service.core.metadata import TOKEN_BYTES, BlockStoreMeta
@@ -51,7 +52,9 @@ def shape_fault(offer: Offer, group: GroupSpec, hash_bytes: int) -> str | None:
 
 def split_hashes(packed: bytes, hash_bytes: int) -> list[bytes]:
     """One bytes object per hash: these become the keys of the index."""
-    return [packed[start : start + hash_bytes] for start in range(0, len(packed), hash_bytes)]
+    if len(packed) == hash_bytes:
+        return [packed]  # the snapshot's own object: no second copy
+    return list(struct.unpack(f"{hash_bytes}s" * (len(packed) // hash_bytes), packed))
 
 
 def parent_slot(pool: BlockPool, meta: BlockStoreMeta, hashes: list[bytes], known: int) -> int | None:

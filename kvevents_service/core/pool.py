@@ -58,6 +58,7 @@ class BlockPool:
         self._position = array("i", bytes(4 * capacity))
         self._hash: list[bytes | None] = [None] * capacity
         self._meta: list[BlockStoreMeta | None] = [None] * capacity
+        self._ramp = array("i", range(capacity))  # 0, 1, 2, ...: filling consecutive slots becomes copying
         self._queue = EvictionQueue(capacity)
 
     def __repr__(self) -> str:
@@ -86,7 +87,10 @@ class BlockPool:
             slot = index.get(packed[position * hash_bytes : (position + 1) * hash_bytes])
             return slot is None or state[slot] != READY
 
-        return bisect_left(range(len(packed) // hash_bytes), True, key=missing)
+        blocks = len(packed) // hash_bytes  # mostly all of them are there, or none
+        if not blocks or missing(0):
+            return 0
+        return blocks if not missing(blocks - 1) else bisect_left(range(blocks - 1), True, key=missing)
 
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
         return self.index[group].get(block_hash)
@@ -123,7 +127,7 @@ class BlockPool:
     def is_fresh_chain(self, group: int, hashes: list[bytes]) -> bool:
         """True if the hashes are distinct and none is indexed: a chain's end behind its known prefix always is."""
         fresh = set(hashes)
-        return len(fresh) == len(hashes) and fresh.isdisjoint(self.index[group])
+        return len(fresh) == len(hashes) and self.index[group].keys().isdisjoint(fresh)
 
     def allocate(self, meta: BlockStoreMeta, hashes: list[bytes], parent: int | None) -> Allocation:
         """Slots for as many leading blocks of a fresh chain as there is room for, evicting where needed.
@@ -157,19 +161,37 @@ class BlockPool:
         previous = NO_SLOT if parent is None else parent
         if previous != NO_SLOT:
             self._children[previous] += 1
+        if slots[-1] - slots[0] == len(slots) - 1 and self._ramp[slots[0] : slots[-1] + 1].tolist() == slots:
+            self._fill_span(meta, hashes, slots[0], len(slots), previous)
+        else:
+            self._fill_scattered(meta, hashes, slots, previous)
+        self._children[slots[-1]] = 0
+        self._queue.touch_run(slots)
+
+    def _fill_span(self, meta: BlockStoreMeta, hashes: list[bytes], first: int, count: int, parent: int) -> None:
+        """Consecutive slots, the common case, without a loop."""
+        span = slice(first, first + count)
+        self._state[span] = bytes((PENDING,)) * count
+        self._group[span] = bytes((meta.group.index,)) * count
+        self._parent[span] = array("i", (parent,)) + self._ramp[first : first + count - 1]
+        self._children[span] = array("i", (1,)) * count
+        self._position[span] = self._ramp[:count]
+        self._hash[span] = hashes[:count]
+        self._meta[span] = [meta] * count
+
+    def _fill_scattered(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int) -> None:
         state, groups, parents, children = self._state, self._group, self._parent, self._children
         positions, names, metas = self._position, self._hash, self._meta
+        group = meta.group.index
         for position, slot in enumerate(slots):
             state[slot] = PENDING
             groups[slot] = group
-            parents[slot] = previous
+            parents[slot] = parent
             children[slot] = 1
             positions[slot] = position
             names[slot] = hashes[position]
             metas[slot] = meta
-            previous = slot
-        children[previous] = 0
-        self._queue.touch_run(slots)
+            parent = slot
 
     def commit(self, slots: Sequence[int]) -> None:
         """The bytes of these pending blocks have arrived: they can be loaded."""
@@ -236,17 +258,46 @@ class BlockPool:
 
     def _make_room(self, wanted: int) -> list[Evicted]:
         evicted: list[Evicted] = []
-        while len(self._free) < wanted:
+        while (short := wanted - len(self._free)) > 0:
             slot = self._queue.pop()
             if slot is None:
                 break
             if self._is_evictable(slot):
-                evicted.append(self._evict(slot))
+                evicted += self._evict_upward(slot, short)
         return evicted
 
-    def _evict(self, slot: int) -> Evicted:
-        evicted = Evicted(self._group[slot], self._unindex(slot))
-        self._release(slot)
+    def _evict_upward(self, slot: int, most: int) -> list[Evicted]:
+        """Evict a leaf, then its parents while each would be next anyway: a leaf by now, unused since its child."""
+        stamps, parents, states = self._queue.stamps, self._parent, self._state
+        children, pins = self._children, self._pins
+        stamp, chain = stamps[slot], []
+        while True:
+            chain.append(slot)
+            states[slot] = FREE
+            parent = parents[slot]
+            if parent == NO_SLOT:
+                break
+            parents[slot] = NO_SLOT
+            children[parent] -= 1
+            if stamps[parent] < stamp:
+                stamps[parent] = stamp  # as `inherit` does
+            next_in_line = stamps[parent] == stamp and states[parent] == READY
+            if len(chain) == most or not next_in_line or children[parent] or pins[parent]:
+                self._offer_if_evictable(parent)
+                break
+            slot = parent
+        return self._forget(self._group[slot], chain)
+
+    def _forget(self, group: int, slots: list[int]) -> list[Evicted]:
+        """Out of the index, and free: `slots` are blocks of one group that are FREE by now."""
+        index, names, metas, evicted = self.index[group], self._hash, self._meta, []
+        for slot in slots:
+            block_hash = names[slot]
+            assert block_hash is not None, "only an indexed block can be evicted"
+            del index[block_hash]
+            names[slot] = metas[slot] = None
+            evicted.append(Evicted(group, block_hash))
+        self._free += slots
         return evicted
 
     def _unindex(self, slot: int) -> bytes:

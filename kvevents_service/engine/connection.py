@@ -19,7 +19,9 @@ from kvevents_service.wire.control import Error, Hello, SidecarMessage, Welcome
 from kvevents_service.wire.framing import FrameReader, decode_sidecar, encode_message
 
 MAX_OUTBOX_BYTES = 64 * 1024 * 1024
-READ_BYTES = 256 * 1024
+READ_BYTES = 32 * 1024
+SEND_BUFFER_BYTES = 4 * 1024 * 1024
+SO_SNDBUFFORCE = 32  # Linux; not in the socket module
 
 
 class Connection:
@@ -27,6 +29,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
+        _widen(sock)
         self._socket = sock
         self._reader = FrameReader()
         self._outbox = bytearray()
@@ -102,6 +105,14 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _widen(sock: socket.socket) -> None:
+    """Room in the kernel for large steps: with the default, one of 2k blocks waits for the sidecar to read."""
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SEND_BUFFER_BYTES)
+    except PermissionError:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
 def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> tuple[Connection, Welcome]:

@@ -170,4 +170,3 @@ async def _drain(service: Service, signals: asyncio.Queue[signal.Signals], stop_
         return EXIT_OK
     log.warning("stopped before it was drained")
     return EXIT_FORCED
-

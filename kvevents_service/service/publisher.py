@@ -7,6 +7,7 @@ token ids appear here, after the copy, from the snapshot that rode on the transf
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 import zmq
@@ -14,10 +15,13 @@ import zmq
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import Announcement
+from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
-from kvevents_service.wire.codec import encode_batch
+from kvevents_service.wire.codec import encode_own
 from kvevents_service.wire.events import EventBatch
 from kvevents_service.wire.frames import live_frames
+
+log = logging.getLogger(__name__)
 
 BATCHES_PER_TURN = 16
 """After so many batches the coroutine lets lookups have the loop."""
@@ -39,6 +43,7 @@ class Publisher:
         self.journal = journal
         self.batches_sent = 0
         self.send_refused = 0
+        self.encode_failed = 0
         self._socket = socket
         self._topic = topic.encode()
         self._dp_rank = dp_rank
@@ -74,7 +79,12 @@ class Publisher:
 
     def _send(self, batch: PendingBatch) -> None:
         events = [to_event(item) for item in batch.announcements]
-        payload = encode_batch(EventBatch(batch.ts, events, self._dp_rank))
+        try:
+            payload = encode_own(EventBatch(batch.ts, events, self._dp_rank))
+        except WireError as error:  # over the size limit: the number is spent, consumers see a gap
+            self.encode_failed += 1
+            log.error("batch %d cannot be sent: %s", batch.seq, error)
+            return
         if self._numbers is not None:
             self._numbers.cover(batch.seq)
         self.journal.retain(batch.seq, payload)
@@ -90,4 +100,5 @@ class Publisher:
             **self.journal.stats(),
             "batches_sent": self.batches_sent,
             "batches_send_refused": self.send_refused,
+            "batches_encode_failed": self.encode_failed,
         }

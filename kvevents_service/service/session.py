@@ -89,7 +89,7 @@ class EngineSession(asyncio.Protocol):
 
     # frames
 
-    def _take(self, body: bytes) -> None:
+    def _take(self, body: bytes | memoryview) -> None:
         if self._ending:
             return
         try:

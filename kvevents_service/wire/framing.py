@@ -54,12 +54,18 @@ class FrameReader:
     def __repr__(self) -> str:
         return f"<FrameReader held={len(self._buffer)} limit={self.limit_bytes}>"
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> Iterator[bytes | memoryview]:
         """Frame bodies that `data` completes. Raises WireError when a frame announces more than the limit.
 
         After that error the stream has no known frame border any more: close it.
         """
         buffer = self._buffer
+        if (
+            not buffer
+            and int.from_bytes(data[:LENGTH_BYTES], "little") == len(data) - LENGTH_BYTES <= self.limit_bytes
+        ):
+            yield memoryview(data)[LENGTH_BYTES:]  # one whole frame, as nearly always: no copy
+            return
         buffer += data
         while len(buffer) >= LENGTH_BYTES:
             end = LENGTH_BYTES + int.from_bytes(buffer[:LENGTH_BYTES], "little")
@@ -67,6 +73,6 @@ class FrameReader:
                 raise WireError("length", f"at most {self.limit_bytes} bytes in a frame")
             if len(buffer) < end:
                 return
-            body = bytes(buffer[LENGTH_BYTES:end])
+            body = bytes(memoryview(buffer)[LENGTH_BYTES:end])
             del buffer[:end]
             yield body

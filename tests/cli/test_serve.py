@@ -147,7 +147,8 @@ def test_two_sidecars_never_share_a_state_directory(serve, tmp_path: Path) -> No
 
 
 def test_without_torch_the_error_says_what_to_install(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; sys.argv = ['kvevents', 'serve']; import kvevents_service.cli as c; c.main()"
+    blocked = "import sys; sys.modules['torch'] = None; sys.argv = ['kvevents', 'serve']"
+    code = f"{blocked}; import kvevents_service.cli as c; c.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 2
     assert "kvevents-service[offload]" in done.stderr

@@ -243,9 +243,19 @@ class Offloading(RuleBasedStateMachine):
         world.tick(self.now + LIMITS.max_lease_s)
         world.check()
         world.check_idle()
+        self.fill_the_tier()
         world.reset(self.sessions[0])
         world.check()
         assert world.pool.free_slots == world.pool.capacity
+
+    def fill_the_tier(self) -> None:
+        """Whatever happened before, every block can still leave: a fresh prompt takes the whole tier."""
+        capacity = self.world.pool.capacity
+        fresh = offer((2,) * capacity, self.block_ids(capacity))
+        self.world.step(self.sessions[0], Step(self.next_id(), [fresh]), self.now)
+        self.world.settle(0, good=True)
+        self.world.check()
+        assert self.world.fold.hashes(MEDIUM, 0) == {item.key64 for item in chain((2,) * capacity)}
 
 
 def _bad_step(**fields: Any) -> Any:

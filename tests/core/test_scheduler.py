@@ -159,6 +159,42 @@ def test_a_removal_is_announced_before_its_slot_is_rewritten() -> None:
     assert gone.block_hashes == (ABCD.hashes[3], ABCD.hashes[2])
 
 
+def test_blocks_are_announced_before_their_step_is_done() -> None:
+    copies = HeldCopies(open_tier())
+    store(copies, ABCD)
+    commands = copies.scheduler.complete(copies.pending.pop())
+    assert [type(command) for command in commands] == [Publish, Reply]
+
+
+def test_the_prompt_that_was_looked_up_last_leaves_last() -> None:
+    copies = InstantCopies(open_tier())
+    store(copies, ABCD.part(0, 2))
+    store(copies, EF, step_id=2)
+    hit = lookup(copies.scheduler, ABCD.part(0, 2))
+    assert hit.lease_id is not None
+    copies.scheduler.release(1, Release(hit.lease_id))
+    store(copies, make_chain([7] * 4, 2), step_id=3)
+    assert removed(copies) == list(EF.hashes[::-1])
+
+
+def test_the_prompt_that_was_offered_last_leaves_last() -> None:
+    copies = InstantCopies(open_tier())
+    store(copies, ABCD.part(0, 2))
+    store(copies, EF, step_id=2)
+    store(copies, ABCD.part(0, 2), step_id=3)
+    store(copies, make_chain([7] * 4, 2), step_id=4)
+    assert removed(copies) == list(EF.hashes[::-1])
+
+
+def test_removals_name_the_group_of_each_block() -> None:
+    copies = InstantCopies(open_tier(4, TWO))
+    pair = ABCD.part(0, 2)
+    step(copies, pair.offer([0, 1]), pair.offer([2, 3], group=1))
+    store(copies, make_chain(range(60, 68), 2), step_id=2)
+    gone = [item for item in copies.published if isinstance(item, RemovedRun)]
+    assert [(run.group.index, run.block_hashes) for run in gone] == [(0, pair.hashes[::-1]), (1, pair.hashes[::-1])]
+
+
 def test_a_preempted_request_keeps_what_it_is_storing() -> None:
     copies = HeldCopies(open_tier())
     store(copies, ABCD)
@@ -307,6 +343,12 @@ def test_more_blocks_than_the_hit_or_none_is_a_miss(blocks: int) -> None:
     store(copies, ABCD)
     assert load(copies, lookup(copies.scheduler, ABCD), *range(blocks)) == [Loaded(9, 0)]
     assert copies.scheduler.pool.pinned() == 0
+
+
+def test_a_load_that_is_not_the_same_in_every_group_is_a_miss() -> None:
+    copies = InstantCopies(open_tier(8, TWO))
+    step(copies, ABCD.offer(range(4)), ABCD.offer(range(4, 8), group=1))
+    assert load(copies, lookup(copies.scheduler, ABCD), 20, 21, 22) == [Loaded(9, 0)]
 
 
 def test_a_lease_is_loaded_once_and_by_its_session_only() -> None:

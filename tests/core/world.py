@@ -264,6 +264,7 @@ class World:
             assert len(ready) == len(self.fold.hashes(MEDIUM, group))
             for name in ready:
                 self._check_bytes(group, name)
+                self._check_snapshot(group, name)
         assert stats["blocks_resident"] == len(self.fold) == self.pool.count(READY)
         assert stats["blocks_stored"] == self.fold.stored == self.stored
         assert stats["blocks_removed"] == self.fold.removed
@@ -272,6 +273,16 @@ class World:
         owed = len(self.loads) + len(self.steps)
         assert stats["transfers"] == owed
         assert self.pending or not owed, "nothing is under way, yet somebody is still waited for"
+
+    def _check_snapshot(self, group: int, block_hash: bytes) -> None:
+        """What can be told of a resident block long after it was announced."""
+        slot = self.pool.slot_of(group, block_hash)
+        meta = None if slot is None else self.pool.meta_of(slot)
+        assert meta is not None
+        truth = BY_KEY64[block_key(block_hash)]
+        extra = meta.extra_keys[0] if meta.extra_keys else None
+        assert (meta.block_hashes, meta.parent_block_hash, extra) == (block_hash, truth.parent, truth.extra_key)
+        assert tuple(unpack_int32(meta.token_ids)) == truth.token_ids
 
     def ready_depth(self, names: list[bytes]) -> int:
         """The longest prefix of these hashes that the stream says every group has."""

@@ -37,7 +37,7 @@ def chain(seed: int, blocks: int) -> Chain:
     return make_chain([(seed * 1009 + i * 7) % 30_000 for i in range(blocks * 4)], 4)
 
 
-async def fold(service, next_seq: int) -> Residency:  # noqa: ANN001
+async def fold(service, next_seq: int) -> Residency:
     folded = Residency()
     async with asyncio.timeout(DEADLINE_S), Subscriber(service.ready.pub, replay=service.ready.replay) as stream:
         async for item in stream:
@@ -48,7 +48,7 @@ async def fold(service, next_seq: int) -> Residency:  # noqa: ANN001
     raise AssertionError("the stream ended")
 
 
-async def assert_stream_is_true(service, inspected: Inspected) -> None:  # noqa: ANN001
+async def assert_stream_is_true(service, inspected: Inspected) -> None:
     """The oracle: the fold of the stream is the resident set (I4)."""
     folded = await fold(service, inspected.next_seq)
     folded.check()
