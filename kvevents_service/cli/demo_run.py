@@ -180,9 +180,7 @@ class DemoRun:
         for life in range(MAX_RESTARTS + 1):
             self.summary.engine_restarts = life
             async with child("engine", self._engine_arguments()) as engine:
-                self.say(
-                    f"engine: pid {engine.process.pid}, {self.settings.requests} requests of {self.settings.trace.name}"
-                )
+                self.say(f"engine: pid {engine.process.pid}, serving {self.settings.trace.name}")
                 if await self._serve_out(engine):
                     return
                 self.say(f"engine: pid {engine.process.pid} ended early; starting it again")

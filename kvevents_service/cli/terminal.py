@@ -21,7 +21,9 @@ def wants_color(color: str) -> bool:
 
 def write(line: str) -> None:
     """One line, flushed: UTF-8 whatever the locale. Raises BrokenPipeError when its reader has gone."""
-    sys.stdout.buffer.write(f"{line}\n".encode())
+    rest = memoryview(f"{line}\n".encode())
+    while rest:  # an unbuffered stdout may take a part
+        rest = rest[sys.stdout.buffer.write(rest) :]
     sys.stdout.buffer.flush()
 
 

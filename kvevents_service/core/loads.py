@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from kvevents_service.core.commands import Command, Copy, Reply
 from kvevents_service.core.metadata import TransferMeta
-from kvevents_service.core.pool import READY
 from kvevents_service.core.requests import Lease, RequestMirror
+from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Tier
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release

@@ -10,7 +10,7 @@ from kvevents_service.core.commands import Command, Reply
 from kvevents_service.core.loads import Loads
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.offers import DECLINE_REASONS
-from kvevents_service.core.pool import PENDING, READY
+from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.stores import Stores
 from kvevents_service.core.tier import Limits, Tier, TierSpec
 from kvevents_service.wire.control import Hit, Load, Lookup, Release, Reset, ResetDone, Step

@@ -19,7 +19,8 @@ from kvevents_service.core.metadata import (
     snapshot,
 )
 from kvevents_service.core.offers import chain_fault, parent_slot, shape_fault, split_hashes
-from kvevents_service.core.pool import PENDING, READY, Evicted
+from kvevents_service.core.pool import Evicted
+from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.tier import Tier
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import Offer, Step, StepDone

@@ -1,7 +1,7 @@
 """The reference engine's KV cache: real bytes, prefix caching, reuse under pressure.
 
-Each block's bytes are a function of its content hash and the layer, so that every byte can be verified. A block that
-is handed out anew is poisoned at once: a copy that still reads it would be seen.
+Each block's bytes are a function of its content hash and the layer, so that every byte can be verified. A block
+that is handed out anew is poisoned at once: a copy that still reads it would be seen.
 """
 
 from __future__ import annotations

@@ -37,9 +37,15 @@ def _decode(decoder: Any, body: bytes | memoryview) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise WireError("message", f"a message of the engine protocol ({error})") from None
+        raise WireError("message", f"a message of the engine protocol{_what(error)}") from None
     except (ValueError, RecursionError, OverflowError, TypeError):
         raise WireError("message", "one msgpack value") from None
+
+
+def _what(error: msgspec.ValidationError) -> str:
+    """What msgspec found, unless it quotes the content (an unknown tag, an unknown choice)."""
+    text = str(error)
+    return "" if text.startswith("Invalid value") else f" ({text})"
 
 
 class FrameReader:

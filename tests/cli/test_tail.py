@@ -106,11 +106,13 @@ class TestRecording:
         assert result.returncode == 0
         assert [line.split()[2] for line in result.stdout.splitlines()] == types
 
-    def test_a_closed_pipe_is_silence(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
+    def test_a_closed_pipe_is_silence(self, tmp_path: Path, unbuffered: str) -> None:
         path = tmp_path / "longer-than-a-pipe-holds.jsonl"
         path.write_text(recorded(*[stored()] * 100) * 100)
         shell = ["bash", "-c", f"{KVEVENTS} tail --input {path} | head -1; echo ${{PIPESTATUS[0]}}"]
-        result = subprocess.run(shell, capture_output=True, text=True, timeout=DEADLINE_S)
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        result = subprocess.run(shell, capture_output=True, text=True, timeout=DEADLINE_S, env=env)
         first, status = result.stdout.splitlines()
         assert "stored" in first
         assert (status, result.stderr) == ("0", "")

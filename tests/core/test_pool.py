@@ -4,7 +4,8 @@ import pytest
 
 from core.prompts import FULL, LATENT
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
-from kvevents_service.core.pool import DOOMED, FREE, ORPHANED, PENDING, READY, Allocation, BlockPool
+from kvevents_service.core.pool import Allocation, BlockPool
+from kvevents_service.core.slots import DOOMED, FREE, ORPHANED, PENDING, READY
 from kvevents_service.testing import Chain, make_chain
 
 ABCD = make_chain(range(8), 2)
@@ -38,6 +39,13 @@ def test_a_block_is_pending_then_ready_then_free() -> None:
     assert states(pool, slots) == {READY}
     assert pool.clear() == [(0, list(ABCD.hashes[::-1]))]
     assert states(pool, slots) == {FREE}
+
+
+def test_a_prompt_lies_in_consecutive_slots_where_it_can() -> None:
+    """One long copy instead of many short ones; also in the slots of a chain that left, leaves first."""
+    pool = ready_pool(ABCD)
+    assert [pool.slot_of(0, name) for name in ABCD.hashes] == [0, 1, 2, 3]
+    assert allocate(pool, EF).slots == [2, 3]
 
 
 def test_an_abandoned_block_was_never_there() -> None:

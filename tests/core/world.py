@@ -13,9 +13,9 @@ from core.prompts import BY_KEY64
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.metadata import Announcement, TransferMeta
-from kvevents_service.core.pool import PENDING, READY
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.scheduler import OffloadScheduler
+from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.wire.codec import decode_batch, encode_batch
 from kvevents_service.wire.control import Load, Loaded, Reset, ResetDone, Step, StepDone
 from kvevents_service.wire.events import BlockRemoved, BlockStored, Event, EventBatch

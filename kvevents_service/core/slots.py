@@ -1,0 +1,104 @@
+"""The slots of a pool: one row a slot, kept as columns of packed numbers, so that a run is filled in bulk."""
+
+from __future__ import annotations
+
+from array import array
+
+from kvevents_service.core.metadata import BlockStoreMeta
+
+FREE, PENDING, READY, ORPHANED, DOOMED = range(5)
+NO_SLOT = -1
+"""Array filler for "no parent"; never leaves the pool as a slot."""
+
+
+class SlotTable:
+    """State, links and names of `capacity` slots. What they mean together is the pool's to say."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._state = bytearray(capacity)
+        self._group = bytearray(capacity)
+        self._parent = array("i", [NO_SLOT]) * capacity
+        self._children = array("i", bytes(4 * capacity))
+        self._pins = array("i", bytes(4 * capacity))
+        self._position = array("i", bytes(4 * capacity))
+        self._hash: list[bytes | None] = [None] * capacity
+        self._meta: list[BlockStoreMeta | None] = [None] * capacity
+        self._ramp = array("i", range(capacity))  # 0, 1, 2, ...: filling consecutive slots becomes copying
+
+    # one slot
+
+    def state_of(self, slot: int) -> int:
+        return self._state[slot]
+
+    def hash_of(self, slot: int) -> bytes | None:
+        return self._hash[slot]
+
+    def parent_of(self, slot: int) -> int | None:
+        parent = self._parent[slot]
+        return None if parent == NO_SLOT else parent
+
+    def chain(self, tail: int, length: int) -> list[int] | None:
+        """The `length` slots that end at `tail`, first block first; None if the chain is shorter."""
+        parents, slots = self._parent, []
+        slot = tail
+        for _ in range(length):
+            if slot == NO_SLOT:
+                return None
+            slots.append(slot)
+            slot = parents[slot]
+        slots.reverse()
+        return slots
+
+    def meta_of(self, slot: int) -> BlockStoreMeta | None:
+        """The snapshot of one indexed block, or None."""
+        meta = self._meta[slot]
+        return None if meta is None else meta.part(self._position[slot], self._position[slot] + 1)
+
+    # a run of slots
+
+    def _fill(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
+        """These slots hold the first blocks of `meta` from now on, each one behind the one before: PENDING."""
+        previous = NO_SLOT if parent is None else parent
+        if previous != NO_SLOT:
+            self._children[previous] += 1
+        if slots[-1] - slots[0] == len(slots) - 1 and self._ramp[slots[0] : slots[-1] + 1].tolist() == slots:
+            self._fill_span(meta, hashes, slots[0], len(slots), previous)
+        else:
+            self._fill_scattered(meta, hashes, slots, previous)
+        self._children[slots[-1]] = 0
+
+    def _fill_span(self, meta: BlockStoreMeta, hashes: list[bytes], first: int, count: int, parent: int) -> None:
+        """Consecutive slots, the common case, without a loop."""
+        span = slice(first, first + count)
+        self._state[span] = bytes((PENDING,)) * count
+        self._group[span] = bytes((meta.group.index,)) * count
+        self._parent[span] = array("i", (parent,)) + self._ramp[first : first + count - 1]
+        self._children[span] = array("i", (1,)) * count
+        self._position[span] = self._ramp[:count]
+        self._hash[span] = hashes[:count]
+        self._meta[span] = [meta] * count
+
+    def _fill_scattered(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int) -> None:
+        state, groups, parents, children = self._state, self._group, self._parent, self._children
+        positions, names, metas = self._position, self._hash, self._meta
+        group = meta.group.index
+        for position, slot in enumerate(slots):
+            state[slot] = PENDING
+            groups[slot] = group
+            parents[slot] = parent
+            children[slot] = 1
+            positions[slot] = position
+            names[slot] = hashes[position]
+            metas[slot] = meta
+            parent = slot
+
+    # instruments
+
+    def count(self, state: int) -> int:
+        """How many slots are in a state."""
+        return self._state.count(state)
+
+    def pinned(self) -> int:
+        """How many slots carry a pin."""
+        return sum(1 for pins in self._pins if pins)
