@@ -18,8 +18,9 @@ SCHEMES = ("tcp://", "ipc://")
 
 def default_engine_socket() -> str:
     """$XDG_RUNTIME_DIR/kvevents/engine.sock, or one under /tmp with the user's id."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvevents-{os.getuid()}"
-    return str(Path(base) / "kvevents" / "engine.sock")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(base, "kvevents") if base else Path(f"/tmp/kvevents-{os.getuid()}")
+    return str(directory / "engine.sock")
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -30,7 +30,12 @@ GC_THRESHOLD = 50_000
 @click.option("--dp-rank", type=int, metavar="N", help="Data parallel rank in every batch. [default: 0]")
 @click.option("--state-dir", metavar="D", help="Keep event numbers here, so that they never go back.")
 @click.option("--allow-remote", is_flag=True, default=None, help="Allow addresses other machines can reach.")
-@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.option(
+    "--log-level",
+    default="info",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="What is said on stderr. [default: info]",
+)
 def serve(config: Path | None, log_level: str, **overrides: Any) -> int:
     """Run the offload sidecar until SIGTERM or SIGINT; a second signal forces.
 

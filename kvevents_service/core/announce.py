@@ -7,13 +7,56 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterator, Sequence
 
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents_service.wire.packing import unpack_int32
 
 LOCAL = "LOCAL"
+MAX_BATCH_TOKENS = 1 << 20
+"""About 5 MB of payload."""
 _LITTLE = sys.byteorder == "little"
+
+
+def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announcement, ...]]:
+    """The same announcements, in order, in batches of at most about MAX_BATCH_TOKENS tokens and hashes."""
+    batch: list[Announcement] = []
+    size = 0
+    for piece in (piece for item in announcements for piece in _pieces(item)):
+        weight = _weight(piece)
+        if batch and size + weight > MAX_BATCH_TOKENS:
+            yield tuple(batch)
+            batch, size = [], 0
+        batch.append(piece)
+        size += weight
+    if batch:
+        yield tuple(batch)
+
+
+def _weight(item: Announcement) -> int:
+    """Numbers that its event will hold."""
+    match item:
+        case BlockStoreMeta():
+            return item.blocks * (item.group.block_size + 1)
+        case RemovedRun():
+            return len(item.block_hashes)
+        case _:
+            return 0
+
+
+def _pieces(item: Announcement) -> Iterator[Announcement]:
+    """Parts of one announcement, none heavier than a batch may be unless it is a single block."""
+    if _weight(item) <= MAX_BATCH_TOKENS:
+        yield item
+    elif isinstance(item, BlockStoreMeta):
+        step = max(1, MAX_BATCH_TOKENS // (item.group.block_size + 1))
+        for start in range(0, item.blocks, step):
+            yield item.part(start, min(start + step, item.blocks))
+    elif isinstance(item, RemovedRun):
+        for start in range(0, len(item.block_hashes), MAX_BATCH_TOKENS):
+            hashes = item.block_hashes[start : start + MAX_BATCH_TOKENS]
+            yield RemovedRun(item.group, item.medium, hashes)
 
 
 def to_event(announcement: Announcement) -> Event:

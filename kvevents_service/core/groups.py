@@ -25,6 +25,7 @@ PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attentio
 """Kinds in which a block needs every block before it: stored prefix-closed, looked up by longest prefix."""
 
 MAX_GROUPS = 255
+MAX_BLOCK_SIZE = 65536
 
 
 def check_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
@@ -54,8 +55,8 @@ def _check_group(group: GroupSpec, position: int) -> None:
     field = f"groups[{position}]"
     if group.index != position:
         raise ControlError("bad_groups", f"{field}.index", f"{position}, its place in the list")
-    if group.block_size <= 0:
-        raise ControlError("bad_groups", f"{field}.block_size", "a positive number of tokens")
+    if not 0 < group.block_size <= MAX_BLOCK_SIZE:
+        raise ControlError("bad_groups", f"{field}.block_size", f"1 to {MAX_BLOCK_SIZE} tokens")
     if group.kind not in KINDS:
         raise ControlError("bad_groups", f"{field}.kind", f"one of {', '.join(sorted(KINDS))}")
     if group.cacheable and group.kind not in PREFIX_KINDS:

@@ -39,7 +39,7 @@ class JournalLimits(NamedTuple):
     """Bounds of what waits and what is kept."""
 
     pending_batches: int = 16384
-    pending_blocks: int = 1_000_000
+    pending_blocks: int = 4_000_000
     retained_batches: int = 10_000
     retained_bytes: int = 256 * 1024 * 1024
 

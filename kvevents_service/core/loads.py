@@ -102,9 +102,9 @@ class Loads:
         lease = self._running.pop(transfer)
         good = good and all(self.tier.pool.state_of(tail) == READY for tail in lease.tails)
         self._unpin([lease])
-        blocks = transfer.blocks if good else 0
-        self.tier.counters["blocks_loaded"] += blocks
+        self.tier.counters["blocks_loaded"] += transfer.blocks if good else 0
         self.tier.counters["loads_failed"] += not good
+        blocks = transfer.blocks // len(lease.tails) if good else 0
         return [Reply(transfer.session_id, Loaded(transfer.owner_id, blocks))]
 
     # the ends of leases

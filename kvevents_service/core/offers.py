@@ -4,6 +4,8 @@ Every block that is not stored is counted under one reason:
 
     bad_lengths     hashes, tokens, block ids or extra keys do not describe the same number of blocks
     bad_hash        the parent hash is not hash_bytes long
+    bad_tokens      a token id is negative
+    bad_extra_keys  an extra key is no tuple of scalars and flat tuples of scalars
     scratch_group   the group is not cacheable
     parent_absent   the block before the run is not in the tier (I6)
     not_a_chain     hashes repeat, or a later block is known where an earlier one is not
@@ -22,9 +24,12 @@ from kvevents_service.core.pool import BlockPool
 from kvevents_service.wire.control import GroupSpec, Offer
 from kvevents_service.wire.packing import INT32_BYTES
 
+_SCALARS: Final = (str, bytes, int, float)
 DECLINE_REASONS: Final = (
     "bad_lengths",
     "bad_hash",
+    "bad_tokens",
+    "bad_extra_keys",
     "scratch_group",
     "parent_absent",
     "not_a_chain",
@@ -47,7 +52,22 @@ def shape_fault(offer: Offer, group: GroupSpec, hash_bytes: int) -> str | None:
         return "bad_lengths"
     if offer.parent is not None and len(offer.parent) != hash_bytes:
         return "bad_hash"
+    if not offer.token_ids[INT32_BYTES - 1 :: INT32_BYTES].isascii():
+        return "bad_tokens"
+    if offer.extra_keys is not None and not all(map(_is_plain_key, offer.extra_keys)):
+        return "bad_extra_keys"
     return None if group.cacheable else "scratch_group"
+
+
+def _is_plain_key(entry: object) -> bool:
+    """None, or a tuple of scalars and of flat tuples of scalars: what vLLM publishes, and what can be sent on."""
+    return entry is None or (isinstance(entry, tuple) and all(_is_flat(value) for value in entry))
+
+
+def _is_flat(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, _SCALARS) or item is None for item in value)
+    return isinstance(value, _SCALARS) or value is None
 
 
 def split_hashes(packed: bytes, hash_bytes: int) -> list[bytes]:

@@ -194,6 +194,8 @@ class OffloadClient:
             while self._hung_up and (left := deadline - time.monotonic()) > 0:
                 self._collect_hung_up(left)
             gone = not self._hung_up
+            for link in self._hung_up:
+                link.connection.close()
         self._keeper.join(wait_s)
         return gone
 

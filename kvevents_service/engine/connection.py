@@ -7,10 +7,13 @@ sidecar closes a connection only when no copy of it touches the engine's memory,
 from __future__ import annotations
 
 import array
+import os
 import select
 import socket
+import struct
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -121,7 +124,9 @@ def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> tuple[Co
     try:
         sock.settimeout(wait_s)
         sock.connect(path)
-        _send_with_fds(sock, encode_message(hello), fds)
+        _check_peer(sock, path)
+        with suppress(BrokenPipeError):  # it has closed already: its answer says why
+            _send_with_fds(sock, encode_message(hello), fds)
         connection = Connection(sock)
         return connection, _welcome(connection, wait_s)
     except OSError as error:
@@ -130,6 +135,13 @@ def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> tuple[Co
     except SidecarGone:
         sock.close()
         raise
+
+
+def _check_peer(sock: socket.socket, path: str) -> None:
+    """Only a sidecar of our own user, or root's, is handed our memory."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    if struct.unpack("3i", credentials)[1] not in (0, os.getuid()):
+        raise SidecarGone(f"the socket at {path} belongs to another user")
 
 
 def _send_with_fds(sock: socket.socket, frame: bytearray, fds: Sequence[int]) -> None:

@@ -148,7 +148,15 @@ class ReferenceEngine:
         self.counts.bytes_moved += stored * self.cache.block_bytes
         for loaded in completions.loads:
             self._end_load(self.loading.pop(loaded.load_id), loaded)
-        self.counts.registrations = self.client.counters["registrations"]
+        registrations = self.client.counters["registrations"]
+        if registrations != self.counts.registrations:
+            self._offer_all_again()
+            self.counts.registrations = registrations
+
+    def _offer_all_again(self) -> None:
+        """A new sidecar knows none of our blocks: without their parents later ones could not be stored."""
+        for request in (*self.running, *self.loading.values()):
+            request.offered = 0
 
     def _end_load(self, request: Request, loaded: Loaded) -> None:
         start = len(request.blocks) - request.hit.blocks

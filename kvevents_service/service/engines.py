@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 64
 MAX_SESSIONS = 256
+MAX_HANDSHAKES = 32
+ACCEPT_RETRY_S = 0.1
 
 
 def listen(path: str) -> socket.socket:
@@ -31,7 +33,9 @@ def listen(path: str) -> socket.socket:
     Raises ConfigError. Directories that are missing are made with mode 0700.
     """
     try:
-        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent = Path(path).parent
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_directory(parent)
         _remove_stale(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(0o177)
@@ -43,6 +47,15 @@ def listen(path: str) -> socket.socket:
     except OSError as error:
         raise ConfigError("engine_socket", f"a path that can be bound, not {path} ({error.strerror})") from error
     return sock
+
+
+def _check_directory(directory: Path) -> None:
+    """Nobody else may put a socket in our socket's place: engines would hand it their memory."""
+    status = directory.stat()
+    owned = status.st_uid in (0, os.getuid())
+    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if not owned or shared:
+        raise ConfigError("engine_socket", f"a directory that only this user can write, not {directory}")
 
 
 def _remove_stale(path: str) -> None:
@@ -71,20 +84,32 @@ class EnginePlane:
         self._socket = listen(path)
         self._inode = os.stat(path).st_ino
         self._ids = count(1)
+        self._places = asyncio.Semaphore(MAX_HANDSHAKES)
 
     def __repr__(self) -> str:
         return f"<EnginePlane {self.path} sessions={len(self.sessions)} refused={self.refused}>"
 
     async def run(self) -> None:
         """Accept until cancelled."""
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as handshakes:
             while True:
-                sock, _ = await loop.sock_accept(self._socket)
-                handshakes.create_task(self._greet(sock))
+                await self._places.acquire()
+                sock = await self._accept()
+                handshakes.create_task(self._greet(sock)).add_done_callback(lambda _: self._places.release())
+
+    async def _accept(self) -> socket.socket:
+        """The next connection. Out of descriptors or memory is waited out: the engines that are here go on."""
+        while True:
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            except OSError as error:
+                log.warning("no engine can be accepted now: %s", error)
+                await asyncio.sleep(ACCEPT_RETRY_S)
+            else:
+                sock.setblocking(False)
+                return sock
 
     async def _greet(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
         try:
             check_peer(sock)
             if len(self.sessions) >= MAX_SESSIONS:
@@ -121,7 +146,7 @@ class EnginePlane:
             raise
         self.sessions.add(session)
         session.closed.add_done_callback(lambda _: self.sessions.discard(session))
-        log.info("session %d: %s %s", session.session_id, hello.role, hello.engine_id)
+        log.info("session %d: %s %r", session.session_id, hello.role, hello.engine_id[:64])
         block_bytes = memory.block_bytes if memory is not None else 0
         session.send(Welcome(PROTOCOL_VERSION, self.sidecar.boot_id, session.session_id, capacity, block_bytes))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import zmq
 
-from kvevents_service.core.announce import to_event
+from kvevents_service.core.announce import in_batches, to_event
 from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.errors import WireError
@@ -55,8 +55,13 @@ class Publisher:
         return f"<Publisher sent={self.batches_sent} {self.journal!r}>"
 
     def publish(self, announcements: tuple[Announcement, ...]) -> int:
-        """Number a batch and return; it is sent soon, in order."""
-        seq = self.journal.append(announcements, self._wall_clock())
+        """Number what is to be said and return the last number; it is sent soon, in order.
+
+        One batch, or several where one would be too large for a consumer.
+        """
+        now, seq = self._wall_clock(), self.journal.next_seq
+        for batch in in_batches(announcements):
+            seq = self.journal.append(batch, now)
         self._wake.set()
         return seq
 

@@ -1,4 +1,4 @@
-"""The replay endpoint, as vLLM speaks it: a DEALER or REQ asks for a number, the ROUTER sends what is retained.
+"""The replay endpoint, as vLLM speaks it: a DEALER asks for a number, the ROUTER sends what is retained.
 
 Every request is answered: a bad one and one that asks for the future get just the end marker. A client that does
 not read delays nobody: it has a cursor of its own, and is dropped at its deadline.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
@@ -53,10 +54,16 @@ class Replayer:
             running.cancel()  # a client that asks again has given up on the first answer
         if len(self._clients) >= MAX_CLIENTS:
             self.dropped_clients += 1
+            self._end_now(identity)
             return
         task = tasks.create_task(self._serve(identity, frames))
         self._clients[identity] = task
         task.add_done_callback(lambda done: self._forget(identity, done))
+
+    def _end_now(self, identity: bytes) -> None:
+        """Too many clients: this one gets its end marker and may ask again."""
+        with suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, *REPLAY_END], zmq.NOBLOCK)
 
     def _forget(self, identity: bytes, task: asyncio.Task[None]) -> None:
         if self._clients.get(identity) is task:

@@ -27,12 +27,13 @@ from kvevents_service.wire.control import (
     SidecarMessage,
     Step,
 )
-from kvevents_service.wire.framing import FrameReader, decode_client, encode_message
+from kvevents_service.wire.framing import FrameReader, decode_client, encode_message, peek_id
 
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES = 32 * 1024 * 1024
 """Answers a peer may leave unread before it is taken for dead."""
+CLOSE_S = 5.0
 
 
 class EngineSession(asyncio.Protocol):
@@ -95,7 +96,7 @@ class EngineSession(asyncio.Protocol):
         try:
             message = decode_client(body)
         except WireError as error:
-            self._refuse(None, "bad_message", error.field, error.expected)
+            self._refuse(peek_id(body), "bad_message", error.field, error.expected)
             return
         self._perform(message)
 
@@ -147,14 +148,17 @@ class EngineSession(asyncio.Protocol):
             self.closed.set_result(None)
 
     def _close(self, transport: asyncio.Transport) -> None:
+        """Let the peer read its last answers, for CLOSE_S at most."""
         if transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             transport.abort()
         else:
             transport.close()
+            asyncio.get_running_loop().call_later(CLOSE_S, self.abort)
 
     # verbs
 
     def _step(self, step: Step) -> None:
+        self._sidecar.check_open()
         scheduler, now = self._scheduler, self._sidecar.clock()
         self._sidecar.perform(scheduler.step(self.session_id, step, now))
 
@@ -162,6 +166,7 @@ class EngineSession(asyncio.Protocol):
         self.send(self._scheduler.lookup(self.session_id, lookup, self._sidecar.clock()))
 
     def _load(self, load: Load) -> None:
+        self._sidecar.check_open()
         self._sidecar.perform(self._scheduler.load(self.session_id, load, self._sidecar.clock()))
 
     def _release(self, release: Release) -> None:

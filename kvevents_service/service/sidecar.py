@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MEDIUM = "CPU"
 TICK_S = 1.0
 HASH_BYTES = range(8, 65)
+KEY_BYTES = 8
+"""An inspection names blocks by the last 8 bytes of their hash, as the event stream does."""
 
 
 class Session(Protocol):
@@ -87,8 +89,7 @@ class Sidecar:
 
     def admit(self, session: Session, hello: Hello, memory: EngineMemory) -> OpenTier:
         """Register an engine. ControlError if its layout cannot share the tier that is in use."""
-        if self.draining:
-            raise ControlError("draining", "hello", "a sidecar that is not shutting down")
+        self.check_open()
         if hello.hash_bytes not in HASH_BYTES:
             raise ControlError("bad_hello", "hash_bytes", f"{HASH_BYTES.start} to {HASH_BYTES.stop - 1}")
         groups = check_groups(hello.groups)
@@ -97,6 +98,11 @@ class Sidecar:
         tier.scheduler.hello(session.session_id, memory.blocks)
         self.sessions[session.session_id] = session
         return tier
+
+    def check_open(self) -> None:
+        """ControlError while draining: copies under way could else never come to an end."""
+        if self.draining:
+            raise ControlError("draining", "message", "a sidecar that is not shutting down")
 
     def _capacity(self, memory: EngineMemory) -> int:
         blocks = self.config.host_bytes // memory.block_bytes
@@ -110,6 +116,10 @@ class Sidecar:
         if self.tier is not None:
             if self.sessions:
                 raise ControlError("other_layout", "namespace", "the namespace and layout of the running engine")
+            if self._copies:
+                raise ControlError(
+                    "busy", "namespace", "to come again when the copies of the last engine have ended"
+                )
             self.perform(self.tier.scheduler.clear()[0])
             self._close_tier(self.tier)
         arena = HostArena(spec.capacity_blocks, sum(layout.regions))
@@ -220,11 +230,10 @@ class Sidecar:
         if residents and self.tier is not None:
             scheduler = self.tier.scheduler
             shelves = [
-                Residents(MEDIUM, group, b"".join(scheduler.pool.ready_hashes(group)))
+                Residents(MEDIUM, group, b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_hashes(group)))
                 for group in range(len(scheduler.pool.index))
             ]
-        width = self.tier.layout.hash_bytes if self.tier else 0
-        return Inspected(call_id, self.publisher.journal.next_seq, width, self.stats(), shelves)
+        return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)
 
 
 def _layout(hello: Hello) -> Layout:

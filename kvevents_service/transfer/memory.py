@@ -6,6 +6,7 @@ unlinked as soon as they are mapped, so nothing is left behind whoever is killed
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -91,6 +92,8 @@ def check_regions(memories: Sequence[Memory], regions: Sequence[Region]) -> None
 
 
 def _map_fd(fd: int, memory: Memory) -> mmap.mmap:
+    if memory.shm_name is None:
+        _check_seals(fd)
     held = os.fstat(fd).st_size
     if held < memory.size_bytes:
         raise ControlError("bad_memory", "size_bytes", f"at most {held}, the size of the shared object")
@@ -98,6 +101,16 @@ def _map_fd(fd: int, memory: Memory) -> mmap.mmap:
         return mmap.mmap(fd, memory.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ControlError("bad_memory", "memories", f"a mappable descriptor ({error})") from error
+
+
+def _check_seals(fd: int) -> None:
+    """A memfd that shrinks under a mapping would kill this process with SIGBUS: it must be sealed against it."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # not a memfd or shmem file: there are no seals to ask for
+        return
+    if not seals & fcntl.F_SEAL_SHRINK and not seals & fcntl.F_SEAL_SEAL:
+        raise ControlError("bad_memory", "memories", "a memfd sealed with F_SEAL_SHRINK")
 
 
 def _map_name(memory: Memory) -> mmap.mmap:

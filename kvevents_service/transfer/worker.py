@@ -45,6 +45,7 @@ class CopyWorker:
         self._clock = clock
         self._copy = store_blocks if kind == "store" else load_blocks
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        self._open: set[TransferFuture] = set()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"kvevents-{kind}")
 
     def __repr__(self) -> str:
@@ -53,6 +54,8 @@ class CopyWorker:
     def submit(self, transfer: TransferMeta, memory: EngineMemory) -> TransferFuture:
         """Queue one copy."""
         future = TransferFuture(transfer, loop=asyncio.get_running_loop())
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
         self._jobs.put_nowait(_Job(future, memory))
         return future
 
@@ -80,5 +83,7 @@ class CopyWorker:
         self.bytes_moved += meta.blocks * self._arena.block_bytes
 
     def close(self) -> None:
-        """Wait for the copy that is running and end the thread."""
+        """Wait for the copy that is running, end the thread, and fail whatever has not ended."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        for future in tuple(self._open):
+            future.set_exception(CopyFailed("the worker was closed"))

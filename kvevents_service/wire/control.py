@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 PROTOCOL_VERSION = 1
-MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_FRAME_BYTES = 32 * 1024 * 1024
 MAX_HELLO_BYTES = 1024 * 1024
 LENGTH_BYTES = 4
 
@@ -105,7 +105,10 @@ class Lookup(msgspec.Struct, array_like=True, tag="lookup", frozen=True, gc=Fals
 
 
 class Load(msgspec.Struct, array_like=True, tag="load", frozen=True, gc=False):
-    """Copy the first len(block_ids) / 4 blocks of a leased hit into these engine blocks; ends the lease."""
+    """Copy the first blocks of a leased hit into these engine blocks, group after group; ends the lease.
+
+    For g cacheable groups and n blocks of each, `block_ids` holds g * n int32.
+    """
 
     load_id: int
     request_id: str
@@ -160,7 +163,7 @@ class Hit(msgspec.Struct, array_like=True, tag="hit", frozen=True, gc=False):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True, gc=False):
-    """The load has ended; the first `blocks` destination blocks hold the right bytes."""
+    """The load has ended; in every group the first `blocks` destination blocks hold the right bytes."""
 
     load_id: int
     blocks: int
@@ -174,7 +177,7 @@ class ResetDone(msgspec.Struct, array_like=True, tag="reset_done", frozen=True, 
 
 
 class Residents(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Resident blocks of one tier and group, packed hashes in no promised order."""
+    """Resident blocks of one tier and group: `hash_bytes` last bytes of each hash, packed, in no promised order."""
 
     medium: str
     group: int
@@ -182,7 +185,7 @@ class Residents(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Inspected(msgspec.Struct, array_like=True, tag="inspected", frozen=True, gc=False):
-    """Answer to an inspect. `next_seq` is the number the next event batch will take."""
+    """Answer to an inspect. The next event batch takes number `next_seq`; `hash_bytes` is of `residents`."""
 
     call_id: int
     next_seq: int

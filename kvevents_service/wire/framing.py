@@ -42,6 +42,20 @@ def _decode(decoder: Any, body: bytes | memoryview) -> Any:
         raise WireError("message", "one msgpack value") from None
 
 
+def peek_id(body: bytes | memoryview) -> int | None:
+    """The id of a step, call or load that could not be understood whole, if it can be read: its second element."""
+    try:
+        message = msgspec.msgpack.decode(body)
+    except (ValueError, RecursionError, OverflowError, TypeError):
+        return None
+    has_id = (
+        isinstance(message, list)
+        and len(message) > 1
+        and message[0] in ("step", "lookup", "load", "reset", "inspect")
+    )
+    return message[1] if has_id and type(message[1]) is int and -(2**63) <= message[1] < 2**63 else None
+
+
 def _what(error: msgspec.ValidationError) -> str:
     """What msgspec found, unless it quotes the content (an unknown tag, an unknown choice)."""
     text = str(error)

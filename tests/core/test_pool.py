@@ -132,6 +132,31 @@ def test_a_hit_keeps_the_whole_prefix_young() -> None:
     assert [name for _, name in allocate(pool, two).evicted] == [EF.hashes[0]]
 
 
+def test_a_parent_used_later_than_its_child_does_not_leave_with_it() -> None:
+    pool = ready_pool(ABCD.part(0, 2), EF)
+    root = pool.slot_of(0, ABCD.hashes[0])
+    assert root is not None
+    pool.touch(root)
+    evicted = allocate(pool, make_chain([8] * 4, 2)).evicted
+    assert [name for _, name in evicted] == [ABCD.hashes[1], EF.hashes[1]]
+
+
+def test_a_new_block_is_younger_than_any_other() -> None:
+    first, second, third, fourth = (make_chain([token] * 2, 2) for token in range(4))
+    pool = ready_pool(first, second, third, capacity=2)
+    assert pool.slot_of(0, third.hashes[0]) == 0
+    assert [name for _, name in allocate(pool, fourth).evicted] == list(second.hashes)
+
+
+def test_a_parent_was_used_when_its_failed_child_was() -> None:
+    pool = ready_pool(ABCD.part(0, 1), capacity=3)
+    child = allocate(pool, ABCD.part(1, 2), pool.slot_of(0, ABCD.hashes[0])).slots
+    pool.commit(allocate(pool, EF.part(0, 1)).slots)
+    pool.touch(child[0])
+    pool.abandon(child)
+    assert [name for _, name in allocate(pool, make_chain([8] * 4, 2)).evicted] == [EF.hashes[0]]
+
+
 def test_a_pinned_chain_stays() -> None:
     pool = ready_pool(ABCD)
     tail = pool.slot_of(0, ABCD.hashes[2])

@@ -221,7 +221,7 @@ class World:
         if not loaded.blocks:
             return
         assert grant is not None
-        assert loaded.blocks == len(ids)
+        assert loaded.blocks * len(self.cacheable) == len(ids)
         assert grant.resets == self.resets, "bytes from before a reset"
         each = len(ids) // len(self.cacheable)
         wanted = [Content(group, name) for group in self.cacheable for name in grant.hashes[:each]]
@@ -265,6 +265,9 @@ class World:
             for name in ready:
                 self._check_bytes(group, name)
                 self._check_snapshot(group, name)
+        for grant in [*self.live.values(), *(grant for grant, _ in self.loads.values() if grant)]:
+            lost = grant.resets == self.resets and self.ready_depth(list(grant.hashes)) < len(grant.hashes)
+            assert not lost, "a hit that was promised has left"
         assert stats["blocks_resident"] == len(self.fold) == self.pool.count(READY)
         assert stats["blocks_stored"] == self.fold.stored == self.stored
         assert stats["blocks_removed"] == self.fold.removed

@@ -162,9 +162,9 @@ def test_a_sidecar_that_stops_reading_costs_a_bounded_wait_and_loses_only_steps(
     client.wait_connected(LONG_S)
     sidecar.send(signal.SIGSTOP)
     big = Offer("r", 0, b"h" * 32, bytes(1 << 20), b"\0\0\0\0")
-    slowest = max(timed(client.step, [big]) for _ in range(10))
+    slowest = max(timed(client.step, [big]) for _ in range(30))
     assert slowest < QUICK.send_s + 1.0
-    assert client.counters["steps_dropped"] >= 8
+    assert client.counters["steps_dropped"] >= 10
     sidecar.send(signal.SIGCONT)
     deadline = time.monotonic() + LONG_S
     while client.outstanding and time.monotonic() < deadline:

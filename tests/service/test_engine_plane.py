@@ -53,7 +53,7 @@ async def assert_stream_is_true(service, inspected: Inspected) -> None:
     folded = await fold(service, inspected.next_seq)
     folded.check()
     packed = inspected.residents[0].block_hashes
-    resident = {key64(packed[i : i + 32]) for i in range(0, len(packed), 32)}
+    resident = {key64(packed[i : i + 8]) for i in range(0, len(packed), inspected.hash_bytes)}
     assert folded.hashes("CPU", 0) == resident
 
 
