@@ -26,6 +26,7 @@ from kvevents_service.wire.packing import pack_int32
 
 BLOCKS = 1_000_000
 CHAIN_BLOCKS = 512
+VOCABULARY = 128_000
 RUN_BLOCKS = 64
 TARGET_BYTES = 400.0
 RUNS = 3
@@ -43,7 +44,7 @@ def offers(random: Random, run_blocks: int) -> list[Offer]:
     made = []
     for start in range(0, CHAIN_BLOCKS, run_blocks):
         run = hashes[start : start + run_blocks]
-        tokens = random.randbytes(len(run) * BLOCK_TOKENS * 4)
+        tokens = pack_int32(random.choices(range(VOCABULARY), k=len(run) * BLOCK_TOKENS))
         parent = hashes[start - 1] if start else None
         made.append(Offer("bench", 0, b"".join(run), tokens, pack_int32(range(len(run))), parent))
     return made

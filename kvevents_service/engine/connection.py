@@ -23,6 +23,7 @@ from kvevents_service.wire.framing import FrameReader, decode_sidecar, encode_me
 
 MAX_OUTBOX_BYTES = 64 * 1024 * 1024
 READ_BYTES = 32 * 1024
+SPIN_S = 0.0001
 SEND_BUFFER_BYTES = 4 * 1024 * 1024
 SO_SNDBUFFORCE = 32  # Linux; not in the socket module
 
@@ -84,20 +85,35 @@ class Connection:
 
     def receive(self, wait_s: float) -> Iterator[SidecarMessage]:
         """Messages that have arrived; waits up to `wait_s` for a first one. SidecarGone on EOF (the fence)."""
-        if wait_s > 0:
-            self._poll_in.poll(wait_s * 1000)
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise SidecarGone(f"the connection broke ({error.strerror})") from error
+        data = self._read() or (self._wait(wait_s) if wait_s > 0 else b"")
         if not data:
-            raise SidecarGone("the sidecar closed the connection")
+            return
         try:
             yield from map(decode_sidecar, self._reader.feed(data))
         except WireError as error:
             raise SidecarGone(f"the sidecar sent no valid frame ({error})") from error
+
+    def _wait(self, wait_s: float) -> bytes:
+        """Look again and again for SPIN_S: to be put to sleep and woken costs more than a lookup. Then sleep."""
+        spin_until = time.monotonic() + min(wait_s, SPIN_S)
+        while time.monotonic() < spin_until:
+            if data := self._read():
+                return data
+            os.sched_yield()  # the sidecar may have been woken on this very core
+        self._poll_in.poll(max(0.0, wait_s - SPIN_S) * 1000)
+        return self._read()
+
+    def _read(self) -> bytes:
+        """What has arrived, at most READ_BYTES; empty if nothing has. SidecarGone on EOF."""
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            raise SidecarGone(f"the connection broke ({error.strerror})") from error
+        if not data:
+            raise SidecarGone("the sidecar closed the connection")
+        return data
 
     def hang_up(self) -> None:
         """Ask the sidecar to end: it will close, and EOF arrives, when its copies are done."""
