@@ -24,7 +24,7 @@ def default_engine_socket() -> str:
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a sidecar is told. Every field is a key of the TOML file; those of `kvevents serve --help` are flags, too.
+    """What a sidecar is told. Every field is a key of the TOML file; the commonest are flags, too.
 
     `host_bytes` is the size of the CPU tier. `pub` and `replay` are ZeroMQ endpoints to bind; port 0 takes a free
     one. Addresses that other machines can reach need `allow_remote`: events carry prompt tokens.
