@@ -39,7 +39,12 @@ def test_a_good_offer_has_no_fault() -> None:
         ({"extra_keys": [None] * 4}, "bad_lengths"),
         ({"parent": b""}, "bad_hash"),
         ({"parent": b"\0" * 33}, "bad_hash"),
+        ({"token_ids": GOOD.token_ids[:-1] + b"\xff"}, "bad_tokens"),
         ({"extra_keys": [None, ("salt",), None]}, None),
+        ({"extra_keys": [("lora", ("img", 3), b"digest"), (), (1.5, None)]}, None),
+        ({"extra_keys": [None, "salt", None]}, "bad_extra_keys"),
+        ({"extra_keys": [None, ((("deep",),),), None]}, "bad_extra_keys"),
+        ({"extra_keys": [None, ({"a": 1},), None]}, "bad_extra_keys"),
         ({"parent": None}, None),
     ],
 )

@@ -1,0 +1,80 @@
+"""The publisher numbers at once, sends later, and is stopped by nothing it is given."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import zmq
+
+from kvevents_service.core.journal import Journal, JournalLimits
+from kvevents_service.core.metadata import BlockStoreMeta, Cleared
+from kvevents_service.service.publisher import Publisher
+from kvevents_service.sockets import Receiver, bind
+from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
+from kvevents_service.wire.control import GroupSpec
+from kvevents_service.wire.frames import parse_live
+
+DEADLINE_S = 20.0
+
+
+class Stage(NamedTuple):
+    """A publisher on XPUB, which tells when a subscriber is there, and one subscriber."""
+
+    publisher: Publisher
+    xpub: zmq.Socket
+    sub: zmq.Socket
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[Journal], Stage]]:
+    context, made = zmq.Context(), []
+
+    def stage(journal: Journal) -> Stage:
+        xpub, sub = context.socket(zmq.XPUB), context.socket(zmq.SUB)
+        endpoint = bind(xpub, "tcp://127.0.0.1:0", "pub")
+        sub.subscribe(b"")
+        sub.connect(endpoint)
+        publisher = Publisher(journal, xpub, topic="kv", dp_rank=3, numbers=None, wall_clock=lambda: 7.5)
+        made.append(Stage(publisher, xpub, sub))
+        return made[-1]
+
+    yield stage
+    context.destroy(linger=0)
+
+
+async def test_what_is_published_arrives_numbered_and_in_order(make: Callable[[Journal], Stage]) -> None:
+    publisher, xpub, sub = make(Journal())
+    running = asyncio.create_task(publisher.run())
+    with Receiver(xpub) as subscriptions, Receiver(sub) as receiver:
+        async with asyncio.timeout(DEADLINE_S):
+            await subscriptions.recv()
+            for _ in range(100):
+                publisher.publish((Cleared(),))
+            frames = [parse_live(await receiver.recv()) for _ in range(100)]
+    assert [frame.seq for frame in frames] == list(range(100))
+    batch = decode_batch(frames[0].payload).batch
+    assert (frames[0].topic, batch.ts, batch.data_parallel_rank) == (b"kv", 7.5, 3)
+    running.cancel()
+
+
+def test_a_full_journal_spends_the_number_and_never_waits(make: Callable[[Journal], Stage]) -> None:
+    publisher, _, _ = make(Journal(JournalLimits(pending_batches=2)))
+    assert [publisher.publish((Cleared(),)) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert publisher.send_pending() == 2
+    assert publisher.publish((Cleared(),)) == 5
+    assert publisher.stats()["batches_dropped"] == 3
+
+
+def test_a_batch_that_cannot_be_encoded_is_counted_and_stops_no_stream(
+    make: Callable[[Journal], Stage], caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, _, _ = make(Journal())
+    keys = [("x" * MAX_PAYLOAD_BYTES,)]
+    group = GroupSpec(0, "full_attention", 1)
+    publisher.publish((BlockStoreMeta(group, "CPU", 32, b"h" * 32, bytes(4), None, None, None, keys),))
+    publisher.publish((Cleared(),))
+    assert publisher.send_pending() == 2
+    assert publisher.stats()["batches_encode_failed"] == 1
+    assert [batch.seq for batch in publisher.journal.retained_from(0, 10)] == [1]
+    assert "cannot be sent" in caplog.text
