@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench schema clean setup
+.PHONY: demo test check bench oracle schema clean setup
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks
+
+# ORACLE=DIR make oracle: DIR is a virtual environment with vLLM 0.33's Python parts (see tools/oracle.py).
+oracle: $(STAMP)
+	@$(BIN)/python tools/oracle.py "$(ORACLE)"
 
 schema: $(STAMP)
 	@$(BIN)/python tools/make_schema.py
