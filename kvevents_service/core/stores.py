@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.metadata import (
     BlockStoreMeta,
     RemovedRun,
@@ -18,7 +19,7 @@ from kvevents_service.core.metadata import (
     TransferMeta,
     snapshot,
 )
-from kvevents_service.core.offers import chain_fault, parent_slot, shape_fault, split_hashes
+from kvevents_service.core.offers import chain_fault, parent_slot, runs, shape_fault, split_hashes
 from kvevents_service.core.pool import Evicted
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.tier import Tier
@@ -78,6 +79,9 @@ class Stores:
             return
         meta = snapshot(offer, group, spec.medium, spec.hash_bytes)
         hashes = split_hashes(offer.block_hashes, spec.hash_bytes)
+        if group.kind not in PREFIX_KINDS:
+            self._take_loose(offer, meta, hashes, tally)
+            return
         known = pool.known_prefix(group.index, hashes)
         parent = parent_slot(pool, meta, hashes, known)
         if parent is not None:
@@ -94,8 +98,28 @@ class Stores:
             meta.part(known, len(hashes)), hashes[known:], parent, offer.block_ids[INT32_BYTES * known :], tally
         )
 
+    def _take_loose(self, offer: Offer, meta: BlockStoreMeta, hashes: list[bytes], tally: StepTally) -> None:
+        """Blocks that need no parent: each unknown one is stored, consecutive ones as one run."""
+        index = self.tier.pool.index[meta.group.index]
+        wanted = [position for position, block_hash in enumerate(hashes) if block_hash not in index]
+        known = len(hashes) - len(wanted)
+        tally.known += known
+        self.tier.counters["blocks_known"] += known
+        for start, stop in runs(wanted):
+            run = hashes[start:stop]
+            fault = "backlog" if self._over_limit(len(run)) else None
+            if not self.tier.pool.is_fresh_chain(meta.group.index, run):
+                fault = "not_a_chain"
+            if fault is not None:
+                self._decline(tally, fault, len(run))
+            else:
+                self._store(meta.part(start, stop), run, None, offer.block_ids[INT32_BYTES * start :], tally)
+
+    def _over_limit(self, blocks: int) -> bool:
+        return self.pending_blocks + blocks > self.tier.limits.max_pending_blocks
+
     def _fault(self, meta: BlockStoreMeta, hashes: list[bytes], known: int, parent: int | None) -> str | None:
-        if self.pending_blocks + len(hashes) - known > self.tier.limits.max_pending_blocks:
+        if self._over_limit(len(hashes) - known):
             return "backlog"
         return chain_fault(self.tier.pool, meta, hashes, known, parent)
 

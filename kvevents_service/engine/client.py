@@ -52,7 +52,7 @@ class Timeouts(NamedTuple):
 
 
 class PrefixHit(NamedTuple):
-    """`blocks` leading blocks can be loaded, pinned until loaded, released, or the lease runs out."""
+    """`blocks` leading hash units can be loaded, pinned until loaded, released, or the lease runs out."""
 
     blocks: int
     lease_id: int | None = None
@@ -122,8 +122,11 @@ class OffloadClient:
             self.counters["steps_sent" if sent else "steps_dropped"] += 1
             return step_id if sent else None
 
-    def lookup(self, request_id: str, block_hashes: bytes | Sequence[bytes]) -> PrefixHit:
-        """Leading blocks of this chain that can be loaded. `block_hashes`: packed, or one by one."""
+    def lookup(self, request_id: str, block_hashes: bytes | Sequence[bytes], start_tokens: int = 0) -> PrefixHit:
+        """How much can be loaded of a prompt that is in the engine up to `start_tokens`.
+
+        `block_hashes`: those of the hash units from there on, packed, or one by one.
+        """
         packed = block_hashes if isinstance(block_hashes, bytes) else b"".join(block_hashes)
         with self._lock:
             self.counters["lookups"] += 1
@@ -131,12 +134,12 @@ class OffloadClient:
                 self._collect(0.0)
             if self._link is None or self._link.suspect:
                 return NO_HIT
-            call = Lookup(self._next_id(), request_id, packed, self.timeouts.lease_s)
+            call = Lookup(self._next_id(), request_id, packed, self.timeouts.lease_s, start_tokens)
             answer = self._ask(call, call.call_id, self.timeouts.lookup_s)
             return PrefixHit(answer.blocks, answer.lease_id) if isinstance(answer, Hit) else NO_HIT
 
-    def load(self, request_id: str, hit: PrefixHit, block_ids: bytes) -> int | None:
-        """Start loading the first blocks of a hit into these blocks (packed int32). None: refused, recompute.
+    def load(self, request_id: str, hit: PrefixHit, block_ids: bytes, units: int | None = None) -> int | None:
+        """Start loading a hit, or its first `units`, into these blocks (packed int32). None: refused, recompute.
 
         The blocks must not be touched until `poll` returns this number.
         """
@@ -144,7 +147,7 @@ class OffloadClient:
             return None
         with self._lock:
             load_id = self._next_id()
-            sent = self._send(Load(load_id, request_id, hit.lease_id, block_ids))
+            sent = self._send(Load(load_id, request_id, hit.lease_id, block_ids, units))
             self.counters["loads_sent" if sent else "loads_dropped"] += 1
             return load_id if sent else None
 
@@ -325,4 +328,5 @@ class OffloadClient:
             list(layout.groups),
             list(layout.memories),
             list(layout.regions),
+            layout.hash_tokens,
         )

@@ -54,6 +54,7 @@ class Layout(NamedTuple):
     hash_bytes: int
     groups: tuple[tuple[int, str, int, int | None, bool], ...]
     regions: tuple[int, ...]
+    hash_tokens: int
 
 
 class OpenTier(NamedTuple):
@@ -92,9 +93,10 @@ class Sidecar:
         self.check_open()
         if hello.hash_bytes not in HASH_BYTES:
             raise ControlError("bad_hello", "hash_bytes", f"{HASH_BYTES.start} to {HASH_BYTES.stop - 1}")
-        groups = check_groups(hello.groups)
+        groups = check_groups(hello.groups, hello.hash_tokens)
         layout = _layout(hello)
-        tier = self._tier_for(layout, TierSpec(MEDIUM, self._capacity(memory), hello.hash_bytes, groups))
+        unit = hello.hash_tokens or next(group.block_size for group in groups if group.cacheable)
+        tier = self._tier_for(layout, TierSpec(MEDIUM, self._capacity(memory), hello.hash_bytes, groups, unit))
         tier.scheduler.hello(session.session_id, memory.blocks)
         self.sessions[session.session_id] = session
         return tier
@@ -238,4 +240,5 @@ class Sidecar:
 
 def _layout(hello: Hello) -> Layout:
     groups = tuple((g.index, g.kind, g.block_size, g.sliding_window, g.cacheable) for g in hello.groups)
-    return Layout(hello.namespace, hello.hash_bytes, groups, tuple(r.block_bytes for r in hello.regions))
+    sizes = tuple(region.block_bytes for region in hello.regions)
+    return Layout(hello.namespace, hello.hash_bytes, groups, sizes, hello.hash_tokens)

@@ -72,7 +72,7 @@ class Offloading(RuleBasedStateMachine):
     @initialize(capacity=st.integers(4, 12), model=st.sampled_from(sorted(MODELS)))
     def start(self, capacity: int, model: str) -> None:
         self.groups = len(MODELS[model])
-        spec = TierSpec(MEDIUM, capacity, 32, MODELS[model])
+        spec = TierSpec(MEDIUM, capacity, 32, MODELS[model], FULL.block_size)
         self.world = World(OffloadScheduler(spec, LIMITS))
         self.scheduler = self.world.scheduler
         self.sessions = [1, 2]
