@@ -313,7 +313,8 @@ class World:
         assert meta is not None
         assert meta.group == group
         extra = meta.extra_keys[0] if meta.extra_keys else None
-        assert (meta.block_hashes, meta.parent_block_hash, extra) == truth[:1] + (truth.parent, truth.extra_key)
+        assert (meta.block_hashes, meta.parent_block_hash) == (truth.block_hash, truth.parent)
+        assert (meta.lora_id, meta.lora_name, extra) == (truth.lora_id, truth.lora_name, truth.extra_key)
         assert tuple(unpack_int32(meta.token_ids)) == truth.token_ids
 
     # what is served
