@@ -225,10 +225,7 @@ HELLO = [
     0,
 ]
 OFFER = ["req-1", 0, b"".join(HASHES), int32s(TOKENS), int32s([0, 1, 2]), None, None, None, None]
-STEP = ["step", 1, [OFFER], [], [],
-    0,
-]
-
+STEP = ["step", 1, [OFFER], [], []]
 LOOKUP = ["lookup", 2, "req-2", b"".join(HASHES), 10.0, 0]
 
 
