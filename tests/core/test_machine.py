@@ -387,7 +387,7 @@ def _fingerprint(scheduler: OffloadScheduler) -> tuple[Any, ...]:
 
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
-"""Not `explain`: it traces every line, outlasts the timeout of a test, and so hides the failure it would explain."""
+"""Not `explain`: it traces every line, outlasts the timeout of a test, and so hides the failure."""
 
 Offloading.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None, phases=PHASES)
 TestOffloading = pytest.mark.timeout(400)(Offloading.TestCase)  # shrinking a failure takes up to five minutes
