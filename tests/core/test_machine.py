@@ -13,9 +13,16 @@ import msgspec
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from core.models import MODELS, PREFIX, UNIT, needed, step_tokens
+from core.models import MODELS, PREFIX, UNIT, Groups, needed, step_tokens
 from core.prompts import FULL, PATHS, Path, block_at, blocks_of, hashes, key64, offer, units_of
 from core.world import ENGINE_BLOCKS, MEDIUM, Grant, World
 from kvevents_service.core.scheduler import OffloadScheduler
@@ -36,6 +43,7 @@ requests = st.sampled_from(["a", "b"])
 places = st.integers(0, 1)
 few_requests = st.lists(requests, max_size=1)
 starts = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 6])
+shares = st.sampled_from([99, 99, 1, 2, 3])
 holes_s = st.integers(0, 2**MAX_DEPTH - 1)
 
 
@@ -84,12 +92,12 @@ mutations = st.sampled_from([None] * 12 + FAULTS)
 class Offloading(RuleBasedStateMachine):
     """Two engines, a tier far too small for them, copies that end in any order."""
 
+    model: Groups
     world: World
     now = 0.0
 
-    @initialize(capacity=st.integers(4, 18), model=st.sampled_from(sorted(MODELS)))
-    def start(self, capacity: int, model: str) -> None:
-        self.model = MODELS[model]
+    @initialize(capacity=st.integers(4, 20))
+    def start(self, capacity: int) -> None:
         self.world = World(OffloadScheduler(TierSpec(MEDIUM, capacity, 32, self.model, UNIT), LIMITS))
         self.scheduler = self.world.scheduler
         self.groups = self.world.groups
@@ -153,15 +161,11 @@ class Offloading(RuleBasedStateMachine):
             offers += self.table(path, group, present)
         self.store(place, offers)
 
-    @rule(place=places, path=paths | whole_paths, settle=st.booleans())
-    def store_like_an_engine(self, place: int, path: Path, settle: bool) -> None:
+    @rule(place=places, path=paths | whole_paths)
+    def store_like_an_engine(self, place: int, path: Path) -> None:
         """What a hit at the last boundary will need, and no more."""
-        tokens = len(path) * UNIT // step_tokens(self.model) * step_tokens(self.model)
-        self.store(
-            place, [found for group in self.groups for found in self.table(path, group, needed(group, tokens))]
-        )
-        while settle and self.world.pending:
-            self.world.settle(0, good=True)
+        tokens = len(path) // self.step_units * self.step_units * UNIT
+        self.store(place, [one for group in self.groups for one in self.table(path, group, needed(group, tokens))])
 
     # copies
 
@@ -188,18 +192,29 @@ class Offloading(RuleBasedStateMachine):
         self.look_up(place, request_id, path, min(start, len(path)), lease_s)
 
     @precondition(lambda self: len(self.world.fold))
-    @rule(place=places, request_id=requests, data=st.data(), start=starts, whole=st.booleans())
-    def lookup_and_load_residents(self, place: int, request_id: str, data: Any, start: int, whole: bool) -> None:
+    @rule(place=places, request_id=requests, data=st.data(), start=starts, share=shares)
+    def lookup_and_load_residents(self, place: int, request_id: str, data: Any, start: int, share: int) -> None:
         tails = sorted({key for shelf in self.world.fold.shelves.values() for key in shelf})
         path = PATHS[data.draw(st.sampled_from(tails))]
-        path += (0,) * (-len(path) % self.step_units)
+        self.serve(place, request_id, path + (0,) * (-len(path) % self.step_units), start, share)
+
+    @rule(place=places, request_id=requests, path=whole_paths, more=branches, start=starts, share=shares)
+    def store_and_load(
+        self, place: int, request_id: str, path: Path, more: list[int], start: int, share: int
+    ) -> None:
+        """A prompt and, when it is stored, one that goes on from it."""
+        self.store_like_an_engine(place, path)
+        while self.world.pending:
+            self.world.settle(0, good=True)
+        self.serve(place, request_id, (*path, *more), start, share)
+
+    def serve(self, place: int, request_id: str, path: Path, start: int, share: int) -> None:
+        """Look up behind a local prefix, and load the first `share` steps of the hit."""
         start = start // self.step_units * self.step_units
         grant = self.look_up(place, request_id, path, start if start < len(path) else 0, 5.0)
-        if grant is None:
-            return
-        steps = grant.units // self.step_units
-        units = self.step_units * (steps if whole else data.draw(st.integers(1, steps)))
-        self.load_units(grant.session_id, grant, units, said=True, off=0)
+        if grant is not None:
+            units = min(grant.units, share * self.step_units)
+            self.load_units(grant.session_id, grant, units, said=True, off=0)
 
     def look_up(self, place: int, request_id: str, path: Path, start: int, lease_s: float) -> Grant | None:
         call = Lookup(self.next_id(), request_id, hashes(path, start), lease_s, start * UNIT)
@@ -389,5 +404,11 @@ def _fingerprint(scheduler: OffloadScheduler) -> tuple[Any, ...]:
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 """Not `explain`: it traces every line, outlasts the timeout of a test, and so hides the failure."""
 
-Offloading.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None, phases=PHASES)
-TestOffloading = pytest.mark.timeout(400)(Offloading.TestCase)  # shrinking a failure takes up to five minutes
+SETTINGS = settings(max_examples=40, stateful_step_count=50, deadline=None, phases=PHASES)
+
+
+@pytest.mark.timeout(400)  # shrinking a failure takes up to five minutes
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_offloading(model: str) -> None:
+    machine = type("Offloading", (Offloading,), {"model": MODELS[model]})
+    run_state_machine_as_test(machine, settings=SETTINGS)
