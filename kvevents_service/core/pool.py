@@ -165,6 +165,10 @@ class BlockPool(SlotTable):
         """The chain that ends here was used now."""
         self._queue.touch(slot)
 
+    def touch_all(self, slots: list[int]) -> None:
+        """These blocks were used now, together."""
+        self._queue.touch_run(slots)
+
     def pin(self, slot: int) -> None:
         """Keep this block and all before it from leaving."""
         self._pins[slot] += 1

@@ -100,20 +100,22 @@ class Stores:
 
     def _take_loose(self, offer: Offer, meta: BlockStoreMeta, hashes: list[bytes], tally: StepTally) -> None:
         """Blocks that need no parent: each unknown one is stored, consecutive ones as one run."""
-        index = self.tier.pool.index[meta.group.index]
-        wanted = [position for position, block_hash in enumerate(hashes) if block_hash not in index]
+        pool, group = self.tier.pool, meta.group.index
+        slots = [pool.slot_of(group, block_hash) for block_hash in hashes]
+        pool.touch_all([slot for slot in slots if slot is not None])
+        wanted = [position for position, slot in enumerate(slots) if slot is None]
         known = len(hashes) - len(wanted)
         tally.known += known
         self.tier.counters["blocks_known"] += known
+        if not pool.is_fresh_chain(group, [hashes[position] for position in wanted]):
+            self._decline(tally, "not_a_chain", len(wanted))
+            return
         for start, stop in runs(wanted):
-            run = hashes[start:stop]
-            fault = "backlog" if self._over_limit(len(run)) else None
-            if not self.tier.pool.is_fresh_chain(meta.group.index, run):
-                fault = "not_a_chain"
-            if fault is not None:
-                self._decline(tally, fault, len(run))
+            if self._over_limit(stop - start):
+                self._decline(tally, "backlog", stop - start)
             else:
-                self._store(meta.part(start, stop), run, None, offer.block_ids[INT32_BYTES * start :], tally)
+                block_ids = offer.block_ids[INT32_BYTES * start :]
+                self._store(meta.part(start, stop), hashes[start:stop], None, block_ids, tally)
 
     def _over_limit(self, blocks: int) -> bool:
         return self.pending_blocks + blocks > self.tier.limits.max_pending_blocks

@@ -95,8 +95,8 @@ def test_a_hit_needs_only_the_tail_of_the_window() -> None:
 )
 def test_a_missing_block_of_the_window_shortens_the_hit_to_where_it_is_not_needed(missing: int, units: int) -> None:
     copies = InstantCopies(open_tier(WINDOW))
-    present = [part(WINDOW[1], 0, missing), part(WINDOW[1], missing + 1, 12)]
-    step(copies, all_of(WINDOW[0]), *(item for item in present if item.block_ids))
+    present = [part(WINDOW[1], number, number + 1) for number in range(12) if number != missing]
+    step(copies, all_of(WINDOW[0]), *present)
     assert lookup(copies).blocks == units
 
 
@@ -154,7 +154,7 @@ def test_a_hit_at_the_beginning_of_a_chunk_needs_none_of_its_blocks() -> None:
 
 
 def test_groups_that_serve_different_lengths_agree_on_one_that_all_can() -> None:
-    """The window can serve 12 and 7, the state 10 and 6, the chain 11: together they serve 6 only if the window does."""
+    """The chain ends at 11; the state is there at 10 and 6, the window at 12, 7 and 6, later at 10 too."""
     model = groups(FULL2, ("sliding_window", 2, 4), ("mamba", 4))
     copies = InstantCopies(open_tier(model))
     states = [part(model[2], 2, 3), part(model[2], 4, 5)]
@@ -274,7 +274,7 @@ def test_blocks_of_a_window_leave_without_touching_the_chain() -> None:
     step(copies, part(WINDOW[0], 0, 4), step_id=2)
     step(copies, part(WINDOW[0], 4, 9), step_id=3)
     assert resident(copies, WINDOW[0]) == list(range(9))
-    assert resident(copies, WINDOW[1]) == [5, 6, 7, 8, 9, 10, 11] or len(resident(copies, WINDOW[1])) == 7
+    assert len(resident(copies, WINDOW[1])) == 7
     copies.scheduler.pool.check()
 
 
