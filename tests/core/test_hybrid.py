@@ -164,6 +164,18 @@ def test_groups_that_serve_different_lengths_agree_on_one_that_all_can() -> None
     assert lookup(copies).blocks == 10
 
 
+@pytest.mark.parametrize("chain", [0, 1])
+def test_a_group_is_asked_again_when_another_one_serves_less(chain: int) -> None:
+    """The window can serve 12 and 6; the chain ends at 11, which the window cannot serve."""
+    kinds = [("sliding_window", 2, 4), ("sliding_window", 2, 4)]
+    kinds[chain] = FULL2
+    model = groups(*kinds)
+    copies = InstantCopies(open_tier(model))
+    window = model[1 - chain]
+    step(copies, part(model[chain], 0, 11), part(window, 4, 6), part(window, 10, 12))
+    assert lookup(copies).blocks == 6
+
+
 def test_a_scratch_group_says_nothing_about_a_hit() -> None:
     model = with_scratch(STATE, 0)
     copies = InstantCopies(open_tier(model))
@@ -229,7 +241,7 @@ def test_fewer_units_whose_window_is_not_there_are_a_miss() -> None:
 
 @pytest.mark.parametrize(
     ("units", "blocks"),
-    [(12, 7), (12, 9), (12, 0), (14, 9), (11, 8), (5, 5), (0, 0), (-2, 0), (None, 8), (None, 12)],
+    [(12, 7), (12, 9), (12, 0), (14, 9), (11, 7), (11, 8), (5, 4), (5, 5), (0, 0), (-2, 0), (None, 3), (None, 8)],
 )
 def test_units_and_blocks_that_do_not_fit_are_a_miss(units: int | None, blocks: int) -> None:
     copies = InstantCopies(open_tier(COARSE))

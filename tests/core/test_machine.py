@@ -237,7 +237,7 @@ class Offloading(RuleBasedStateMachine):
         data=st.data(),
         other_session=st.sampled_from([False] * 7 + [True]),
         said=st.booleans(),
-        off=st.sampled_from([0] * 6 + [-1, 1]),
+        off=st.sampled_from([0] * 6 + [-2, -1, 1]),
     )
     def load(self, data: Any, other_session: bool, said: bool, off: int) -> None:
         """All, fewer, too many or no units, and blocks that do not fit them; of a lease that may have ended."""
@@ -251,7 +251,8 @@ class Offloading(RuleBasedStateMachine):
 
     def load_units(self, session_id: int, grant: Grant, units: int, *, said: bool, off: int) -> None:
         """A copy starts if, and only if, the lease is alive and every block it takes is there and has its place."""
-        blocks = len(self.world.contents(grant.path, grant.start + units, grant.start)) if units > 0 else 0
+        end, start = (grant.start + units) * UNIT, grant.start * UNIT
+        blocks = sum(len(needed(group, end, start)) for group in self.groups) if units > 0 else 0
         blocks = max(0, blocks + off)
         alive = grant.lease_id in self.world.live and session_id == grant.session_id
         valid = grant.resets == self.world.resets and self.fits(grant, units, blocks, said=said)
@@ -265,9 +266,21 @@ class Offloading(RuleBasedStateMachine):
         """Not said, the number of units is that of the blocks, where each group takes every block."""
         if not said and any(group.kind not in PREFIX for group in self.groups):
             return False
-        wanted = self.world.contents(grant.path, grant.start + units, grant.start) if units > 0 else []
-        whole = 0 < units <= grant.units and units % self.step_units == 0
-        return whole and blocks == len(wanted) and self.world.resident(wanted)
+        if not 0 < units <= grant.units or units % self.step_units:
+            return False
+        wanted = self.world.contents(grant.path, grant.start + units, grant.start)
+        return blocks == len(wanted) and self.world.resident(wanted)
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data())
+    def load_what_was_looked_up_before_a_reset(self, data: Any) -> None:
+        """The same blocks are there again, and it is still not the hit that was promised."""
+        grant = self.world.live[data.draw(st.sampled_from(sorted(self.world.live)))]
+        self.world.reset(grant.session_id)
+        self.store_like_an_engine(self.sessions.index(grant.session_id), grant.path)
+        while self.world.pending:
+            self.world.settle(0, good=True)
+        self.load_units(grant.session_id, grant, grant.units, said=True, off=0)
 
     @precondition(lambda self: self.world.grants)
     @rule(place=places, data=st.data())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.models import MODELS, PREFIX, UNIT, Groups, cacheable, needed, step_tokens
@@ -48,22 +48,24 @@ def fill(draw: Any, pool: BlockPool, group: GroupSpec) -> None:
     """Random residency: a chain in a prefix kind, anything elsewhere, some of it still on its way."""
     blocks = blocks_of(PROMPT, group)
     if group.kind in PREFIX:
-        stored = draw(st.sampled_from([blocks, blocks // 2]) | st.integers(0, blocks))
+        stored = draw(st.sampled_from(range(blocks, -1, -1)))
         put(pool, group, 0, stored, draw(st.sampled_from([stored] * 3 + [stored // 2])))
         return
-    gone = draw(st.sets(st.integers(0, blocks - 1), max_size=draw(st.sampled_from([1, 3, blocks]))))
-    late = draw(st.sets(st.integers(0, blocks - 1), max_size=1))
+    numbers = st.sampled_from(range(blocks))
+    gone = draw(st.sets(numbers, min_size=1, max_size=draw(st.sampled_from([2, 4, blocks]))) | st.just(set()))
+    late = draw(st.sets(numbers, max_size=1))
     for number in sorted(set(range(blocks)) - gone):
         put(pool, group, number, 1, int(number not in late))
 
 
+@settings(max_examples=400)
 @given(st.data(), any_groups() | st.sampled_from(list(MODELS.values())))
 def test_the_longest_prefix_is_the_longest_of_all(data: Any, groups: Groups) -> None:
     pool = BlockPool(4 * MAX_UNITS, len(groups))
     for group in cacheable(groups):
         fill(data.draw, pool, group)
     step = step_tokens(groups)
-    units = data.draw(st.integers(0, MAX_UNITS))
+    units = data.draw(st.sampled_from([MAX_UNITS] * 3) | st.integers(0, MAX_UNITS))
     start = data.draw(st.sampled_from([0, 0, step, 2 * step]) | st.integers(0, units).map(lambda n: n * UNIT))
     start = min(start, units * UNIT)
     query = PrefixQuery(hashes(PROMPT[:units], start // UNIT), start, UNIT, HASH_BYTES)
