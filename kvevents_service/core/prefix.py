@@ -2,7 +2,8 @@
 
 Hashes come in units of `hash_tokens`; block i of a group with k units a block is named by unit (i + 1) * k - 1. In
 a prefix kind the loadable blocks are a prefix, found by bisection. In the other kinds a block stands for itself, so
-candidates are tried from the longest down, and a missing block rules out every candidate that needs it.
+candidates are tried from the longest down, and a missing block rules out every candidate that needs it. No block is
+asked for twice, however often the groups disagree: a lookup is linear in the blocks of its prompt.
 """
 
 from __future__ import annotations
@@ -46,23 +47,27 @@ def longest_prefix(pool: BlockPool, groups: tuple[GroupSpec, ...], query: Prefix
     step = alignment(cacheable)
     if query.start_tokens % step:
         return query.start_tokens
-    tokens, before = query.end_tokens // step * step, -1
-    while tokens > query.start_tokens and tokens != before:
-        before = tokens
-        for group in cacheable:
-            tokens = _longest(pool, group, query, tokens, step)
-    return max(tokens, query.start_tokens)
+    tokens = query.end_tokens // step * step
+    loose = []
+    for group in cacheable:
+        if group.kind in PREFIX_KINDS:
+            tokens = _longest_chain(pool, group, query, tokens, step)
+        else:
+            loose.append(_Scan(pool, group, query))
+    return _agree(loose, query.start_tokens, tokens, step)
 
 
-def _longest(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int, step: int) -> int:
-    if group.kind in PREFIX_KINDS:
-        return _longest_chain(pool, group, query, tokens, step)
-    while tokens > query.start_tokens:
-        missing = _last_missing(pool, group, query, tokens)
-        if missing is None:
-            return tokens
-        tokens = missing * group.block_size // step * step
-    return query.start_tokens
+def _agree(scans: list[_Scan], start: int, tokens: int, step: int) -> int:
+    """The longest candidate that misses nothing in any of these groups."""
+    agreed = 0
+    while agreed < len(scans) and tokens > start:
+        for scan in scans:
+            missing = scan.last_missing(tokens)
+            if missing is None:
+                agreed += 1
+            else:
+                tokens, agreed = missing * scan.group.block_size // step * step, 0
+    return max(tokens, start)
 
 
 def _longest_chain(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int, step: int) -> int:
@@ -75,12 +80,27 @@ def _longest_chain(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens
     return (query.start_tokens + blocks * group.block_size) // step * step
 
 
-def _last_missing(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int) -> int | None:
-    """The last block that a prefix of `tokens` needs and this group cannot load."""
-    for block in reversed(needed_blocks(group, tokens, query.start_tokens)):
-        if loadable(pool, group, query, block) is None:
-            return block
-    return None
+class _Scan:
+    """One group whose blocks stand for themselves, asked for shorter and shorter candidates."""
+
+    __slots__ = ("_seen", "group", "pool", "query")
+
+    def __init__(self, pool: BlockPool, group: GroupSpec, query: PrefixQuery) -> None:
+        self.pool = pool
+        self.group = group
+        self.query = query
+        self._seen = query.end_tokens // group.block_size
+        """From this block on, all that a later candidate may need can be loaded."""
+
+    def last_missing(self, tokens: int) -> int | None:
+        """The last block that a prefix of `tokens` needs and this group cannot load."""
+        needed = needed_blocks(self.group, tokens, self.query.start_tokens)
+        for block in range(min(needed.stop, self._seen) - 1, needed.start - 1, -1):
+            if loadable(self.pool, self.group, self.query, block) is None:
+                self._seen = block  # every later candidate ends here or before
+                return block
+        self._seen = min(self._seen, needed.start)
+        return None
 
 
 def loadable(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int) -> int | None:

@@ -153,14 +153,18 @@ def test_a_hit_at_the_beginning_of_a_chunk_needs_none_of_its_blocks() -> None:
     assert [lookup(copies, units).blocks for units in (12, 11, 7, 6, 5, 4, 3)] == [12, 8, 6, 6, 5, 4, 0]
 
 
-def test_groups_that_serve_different_lengths_agree_on_one_that_all_can() -> None:
-    """The chain ends at 11; the state is there at 10 and 6, the window at 12, 7 and 6, later at 10 too."""
-    model = groups(FULL2, ("sliding_window", 2, 4), ("mamba", 4))
+@pytest.mark.parametrize("chain", [11, 12])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_groups_that_serve_different_lengths_agree_on_one_that_all_can(order: tuple[int, ...], chain: int) -> None:
+    """The state is there at 10 and 6, the window at 12, 7 and 6, later at 10 too."""
+    kinds = [FULL2, ("sliding_window", 2, 4), ("mamba", 4)]
+    model = groups(*(kinds[place] for place in order))
+    full, window, state = (model[order.index(place)] for place in range(3))
     copies = InstantCopies(open_tier(model))
-    states = [part(model[2], 2, 3), part(model[2], 4, 5)]
-    step(copies, part(model[0], 0, 11), part(model[1], 4, 7), part(model[1], 10, 12), *states)
+    states = [part(state, 2, 3), part(state, 4, 5)]
+    step(copies, part(full, 0, chain), part(window, 4, 7), part(window, 10, 12), *states)
     assert lookup(copies).blocks == 6
-    step(copies, part(model[1], 8, 10), step_id=2)
+    step(copies, part(window, 8, 10), step_id=2)
     assert lookup(copies).blocks == 10
 
 

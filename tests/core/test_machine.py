@@ -210,7 +210,8 @@ class Offloading(RuleBasedStateMachine):
 
     def serve(self, place: int, request_id: str, path: Path, start: int, share: int) -> None:
         """Look up behind a local prefix, and load the first `share` steps of the hit."""
-        start = start // self.step_units * self.step_units
+        if start > 1:  # else it may be in the middle of a block
+            start = start // self.step_units * self.step_units
         grant = self.look_up(place, request_id, path, start if start < len(path) else 0, 5.0)
         if grant is not None:
             units = min(grant.units, share * self.step_units)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.models import MODELS, PREFIX, UNIT, Groups, cacheable, needed, step_tokens
 from core.prompts import Path, block_at, blocks_of, hashes, offer, unit_hash
+from kvevents_service.core import prefix
 from kvevents_service.core.groups import KINDS
 from kvevents_service.core.metadata import snapshot
 from kvevents_service.core.pool import BlockPool
@@ -95,6 +97,30 @@ def check_slots(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: i
     names = [block_at(PROMPT, group, number).block_hash for number in numbers]
     for slot, name in zip(slots, names, strict=True):
         assert slot is None or pool.hash_of(slot) == name
+
+
+def test_a_lookup_asks_for_no_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two states that are never at the same place, and a window that would be searched anew at each of them."""
+    groups = (
+        GroupSpec(0, "full_attention", 2),
+        GroupSpec(1, "sliding_window", 2, 30),
+        GroupSpec(2, "mamba", 2),
+        GroupSpec(3, "mamba", 2),
+    )
+    pool = BlockPool(4 * MAX_UNITS, len(groups))
+    put(pool, groups[0], 0, MAX_UNITS, MAX_UNITS)
+    put(pool, groups[1], 0, MAX_UNITS, MAX_UNITS)
+    for number in range(MAX_UNITS):
+        put(pool, groups[2 + number % 2], number, 1, 1)
+    asked = []
+
+    def counted(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int) -> int | None:
+        asked.append((group.index, block))
+        return loadable(pool, group, query, block)
+
+    monkeypatch.setattr(prefix, "loadable", counted)
+    assert longest_prefix(pool, groups, PrefixQuery(hashes(PROMPT), 0, UNIT, HASH_BYTES)) == 0
+    assert len(asked) == len(set(asked)) > MAX_UNITS
 
 
 def test_a_query_names_blocks_by_their_last_unit() -> None:
