@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MEDIUM = "CPU"
 TICK_S = 1.0
 HASH_BYTES = range(8, 65)
+MAX_SLOTS = 1 << 24
+"""A slot costs about 90 bytes before it is used: tiny blocks must not make the books larger than the tier."""
 KEY_BYTES = 8
 """An inspection names blocks by the last 8 bytes of their hash, as the event stream does."""
 
@@ -110,7 +112,7 @@ class Sidecar:
         blocks = self.config.host_bytes // memory.block_bytes
         if not blocks:
             raise ControlError("tier_too_small", "host_bytes", f"at least one block, {memory.block_bytes} bytes")
-        return min(blocks, 2**31 - 1)
+        return min(blocks, MAX_SLOTS)
 
     def _tier_for(self, layout: Layout, spec: TierSpec) -> OpenTier:
         if self.tier is not None and self.tier.layout == layout:
