@@ -42,12 +42,8 @@ class Connection:
         self._socket = sock
         self._reader = FrameReader()
         self._outbox = bytearray()
-        self._poll_in = select.poll()
-        self._poll_in.register(sock, select.POLLIN)
         self._poll_out = select.poll()
         self._poll_out.register(sock, select.POLLOUT)
-        self._poll_both = select.poll()
-        self._poll_both.register(sock, select.POLLIN | select.POLLOUT)
 
     def __repr__(self) -> str:
         return f"<Connection fd={self._socket.fileno()} unsent={len(self._outbox)}>"
@@ -107,8 +103,10 @@ class Connection:
                 raise SidecarGone(f"the sidecar sent no valid frame ({error})") from error
 
     def wait(self, wait_s: float) -> None:
-        """Sleep until something may have arrived, or can be sent. Touches no state: needs no lock."""
-        (self._poll_both if self._outbox else self._poll_in).poll(max(0.0, wait_s) * 1000)
+        """Sleep until something may have arrived, or can be sent. Changes nothing, so it needs no lock."""
+        poller = select.poll()  # of its own: one poll object serves one thread at a time
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        poller.poll(max(0.0, wait_s) * 1000)
 
     def at_eof(self) -> bool:
         """Read and throw away; True once the sidecar has closed the connection."""
