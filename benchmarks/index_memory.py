@@ -68,7 +68,7 @@ def fill(scheduler: OffloadScheduler, run_blocks: int) -> None:
 
 def make_scheduler(capacity: int) -> OffloadScheduler:
     group = GroupSpec(0, "full_attention", BLOCK_TOKENS)
-    scheduler = OffloadScheduler(TierSpec("CPU", capacity, HASH_BYTES, (group,)))
+    scheduler = OffloadScheduler(TierSpec("CPU", capacity, HASH_BYTES, (group,), BLOCK_TOKENS))
     scheduler.hello(1, CHAIN_BLOCKS)
     return scheduler
 

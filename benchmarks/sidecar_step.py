@@ -66,7 +66,7 @@ class Bench:
     def __init__(self, case: StepCase) -> None:
         group = GroupSpec(0, "full_attention", BLOCK_TOKENS)
         self.case = case
-        self.scheduler = OffloadScheduler(TierSpec("CPU", case.capacity_blocks, HASH_BYTES, (group,)))
+        self.scheduler = OffloadScheduler(TierSpec("CPU", case.capacity_blocks, HASH_BYTES, (group,), BLOCK_TOKENS))
         self.scheduler.hello(SESSION, case.blocks)
         self.journal = Journal()
         self.reader = FrameReader()

@@ -40,7 +40,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allow_remote: bool = False
     retained_batches: int = 10_000
     retained_bytes: int = 256 * 1024 * 1024
-    send_high_water_mark: int = 10_000
+    send_high_water_mark: int = 2_000
     stop_s: float = 10.0
 
     def __post_init__(self) -> None:

@@ -21,11 +21,13 @@ from kvevents_service.subscriber import Item
 EXIT_OFF = 1
 TRACE = "conversation-200.jsonl"
 TRACE_REQUESTS = 200
+MODEL_HELP = "hybrid: full attention, sliding window and mamba groups, adapters and salts on part of the traffic."
 HOST_BYTES = 256 * 1024 * 1024
 
 
 @click.command(epilog="Exit codes: 0 everything was right, 1 something was off, 2 bad usage, 130 interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the summary, as one JSON object.")
+@click.option("--model", default="full", show_default=True, type=click.Choice(["full", "hybrid"]), help=MODEL_HELP)
 @click.option("--requests", default=TRACE_REQUESTS, show_default=True, type=click.IntRange(1, TRACE_REQUESTS))
 @click.option(
     "--host-bytes", default=HOST_BYTES, show_default=True, type=click.IntRange(1), help="Size of the tier."
@@ -35,14 +37,14 @@ HOST_BYTES = 256 * 1024 * 1024
 )
 @click.option("--replay", default="tcp://127.0.0.1:5558", show_default=True, help="Replay endpoint, likewise.")
 @click.option("--color", default="auto", type=click.Choice(["auto", "always", "never"]), show_default=True)
-def demo(as_json: bool, requests: int, host_bytes: int, pub: str, replay: str, color: str) -> int:
+def demo(as_json: bool, model: str, requests: int, host_bytes: int, pub: str, replay: str, color: str) -> int:
     """Run a sidecar and a reference engine on a slice of production traffic, and watch the event stream.
 
     The engine verifies every byte it gets back; the end compares the fold of the stream with the resident set.
     Kill either process while it runs (kill -9 its pid): the demo starts it again and goes on.
     """
     with tempfile.TemporaryDirectory(prefix="kvevents-demo-") as directory, as_file(_trace()) as trace:
-        settings = DemoSettings(trace, requests, host_bytes, pub, replay, Path(directory))
+        settings = DemoSettings(trace, model, requests, host_bytes, pub, replay, Path(directory))
         printer = Printer(HumanLines(Look(color=wants_color(color))), Filter(), None, write)
         try:
             summary = asyncio.run(DemoRun(settings, _ignore if as_json else printer.item, chat).run())

@@ -32,6 +32,7 @@ class DemoSettings(NamedTuple):
     """What a run is told. Endpoints with port 0 take a free one."""
 
     trace: Path
+    model: str
     requests: int
     host_bytes: int
     pub: str
@@ -190,6 +191,7 @@ class DemoRun:
         served = self._low_water  # a request that was running is served again
         return [
             *("kvevents_service.engine", "--engine-socket", self._socket, "--trace", str(self.settings.trace)),
+            *("--model", self.settings.model),
             *("--skip", str(served), "--requests", str(self.settings.requests - served)),
         ]
 

@@ -1,21 +1,34 @@
 """Loads: from a lookup to a leased hit, and from the lease to a copy back into the engine.
 
-lookup -> lease -> load -> Copy -> end -> Reply(Loaded)
-              \\-> release, finish, preempt, deadline or engine gone -> unpinned
+    lookup -> lease -> load -> Copy -> end -> Reply(Loaded)
+                  \\-> release, finish, preempt, deadline or engine gone -> unpinned
+
+A lease pins, in a prefix kind, the last block of the hit, which keeps all before it; in other kinds every block
+that the hit needs. A load pins what it copies anew, because the engine may accept less than the hit.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvevents_service.core.commands import Command, Copy, Reply
+from kvevents_service.core.groups import PREFIX_KINDS, alignment, needed_blocks
 from kvevents_service.core.metadata import TransferMeta
+from kvevents_service.core.prefix import PrefixQuery, loadable, longest_prefix, slots_of
 from kvevents_service.core.requests import Lease, RequestMirror
 from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Tier
 from kvevents_service.errors import ControlError
-from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release
+from kvevents_service.wire.control import GroupSpec, Hit, Load, Loaded, Lookup, Release
+
+
+class Running(NamedTuple):
+    """A load under way: how many hash units the engine gets, and what is pinned for it."""
+
+    units: int
+    pins: tuple[int, ...]
 
 
 class Loads:
@@ -24,8 +37,9 @@ class Loads:
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.requests = RequestMirror(tier.limits.max_leases)
-        self._running: dict[TransferMeta, Lease] = {}
-        self._groups = tuple(group.index for group in tier.spec.groups if group.cacheable)
+        self._running: dict[TransferMeta, Running] = {}
+        self._groups = tuple(group for group in tier.spec.groups if group.cacheable)
+        self._step_units = alignment(self._groups) // tier.spec.hash_tokens
 
     def __len__(self) -> int:
         return len(self._running)
@@ -34,101 +48,155 @@ class Loads:
 
     def lookup(self, session_id: int, lookup: Lookup, now: float) -> Hit:
         """The longest prefix every group can serve, pinned until `now` + lease_s."""
-        width, packed = self.tier.spec.hash_bytes, lookup.block_hashes
-        if len(packed) % width:
-            raise ControlError("bad_hashes", "block_hashes", f"a multiple of {width} bytes")
+        query = self._query(lookup)
+        tokens = longest_prefix(self.tier.pool, self._groups, query)
+        units = (tokens - query.start_tokens) // query.hash_tokens
+        self.tier.counters["lookups"] += 1
+        pins = self._pins(query, tokens) if units else None
+        if pins is None or self.requests.full:
+            self.tier.counters["lookups_refused"] += bool(units)
+            return Hit(lookup.call_id, 0)
+        self.tier.counters["hit_blocks"] += units
+        return Hit(lookup.call_id, units, self._grant(session_id, lookup, query, units, pins, now))
+
+    def _query(self, lookup: Lookup) -> PrefixQuery:
+        spec = self.tier.spec
+        if len(lookup.block_hashes) % spec.hash_bytes:
+            raise ControlError("bad_hashes", "block_hashes", f"a multiple of {spec.hash_bytes} bytes")
         if not lookup.lease_s >= 0:
             raise ControlError("bad_lease", "lease_s", "a number of seconds, not negative")
-        blocks = min(self.tier.pool.ready_prefix(group, packed, width) for group in self._groups)
-        self.tier.counters["lookups"] += 1
-        tails = self._tails(packed[(blocks - 1) * width : blocks * width]) if blocks else None
-        if tails is None or self.requests.full:
-            self.tier.counters["lookups_refused"] += bool(blocks)
-            return Hit(lookup.call_id, 0)
-        self.tier.counters["hit_blocks"] += blocks
-        return Hit(lookup.call_id, blocks, self._grant(session_id, lookup, blocks, tails, now))
+        if lookup.start_tokens < 0 or lookup.start_tokens % spec.hash_tokens:
+            raise ControlError(
+                "bad_start", "start_tokens", f"a multiple of {spec.hash_tokens} tokens, not negative"
+            )
+        return PrefixQuery(lookup.block_hashes, lookup.start_tokens, spec.hash_tokens, spec.hash_bytes)
 
-    def _tails(self, block_hash: bytes) -> tuple[int, ...] | None:
-        """The slot of this block in every group; None if one cannot load it."""
-        pool = self.tier.pool
-        slots = [pool.slot_of(group, block_hash) for group in self._groups]
-        found = tuple(slot for slot in slots if slot is not None and pool.state_of(slot) == READY)
-        return found if len(found) == len(slots) else None
+    def _pins(self, query: PrefixQuery, tokens: int) -> tuple[int, ...] | None:
+        """What keeps a prefix of `tokens` loadable; None if the hashes are not what a chain's would be."""
+        pins = []
+        for group in self._groups:
+            wanted = needed_blocks(group, tokens, query.start_tokens)
+            for block in wanted[-1:] if group.kind in PREFIX_KINDS else wanted:
+                slot = loadable(self.tier.pool, group, query, block)
+                if slot is None:
+                    return None
+                pins.append(slot)
+        return tuple(pins)
 
-    def _grant(self, session_id: int, lookup: Lookup, blocks: int, tails: tuple[int, ...], now: float) -> int:
-        for slot in tails:
+    def _grant(
+        self,
+        session_id: int,
+        lookup: Lookup,
+        query: PrefixQuery,
+        units: int,
+        pins: tuple[int, ...],
+        now: float,
+    ) -> int:
+        for slot in pins:
             self.tier.pool.pin(slot)
             self.tier.pool.touch(slot)
         deadline = now + min(lookup.lease_s, self.tier.limits.max_lease_s)
-        first = lookup.block_hashes[: self.tier.spec.hash_bytes]
-        lease = Lease(self.tier.next_id(), session_id, lookup.request_id, blocks, tails, first, deadline)
+        lease = Lease(self.tier.next_id(), session_id, lookup.request_id, units, pins, query, deadline)
         self.requests.grant(lease)
         return lease.lease_id
 
     # load
 
     def begin(self, session_id: int, load: Load, now: float) -> list[Command]:
-        """Start copying the first blocks of a leased hit back. A lease that is gone is a load of 0 blocks."""
+        """Start copying the start of a leased hit back. A lease that is gone is a load of 0 blocks."""
         ids = self.tier.block_ids(session_id, load.block_ids, "block_ids")
         lease = self.requests.take(session_id, load.lease_id)
-        slots = None if lease is None else self._slots(lease, len(ids))
+        units = 0 if lease is None else self._accepted_units(lease, load, len(ids))
+        slots = self._slots(lease, units) if lease is not None and units else None
         if lease is None or slots is None:
-            self._unpin([] if lease is None else [lease])
+            self._unpin(() if lease is None else lease.pins)
             self.tier.counters["loads_refused"] += 1
             return [Reply(session_id, Loaded(load.load_id, 0))]
+        pins = self._swap_pins(lease, slots)
         deadline = now + self.tier.limits.transfer_deadline_s
-        transfer = TransferMeta(self.tier.next_id(), "load", session_id, load.load_id, ids, slots, deadline)
-        self._running[transfer] = lease
+        flat = array("i", [slot for group in slots for slot in group])
+        transfer = TransferMeta(self.tier.next_id(), "load", session_id, load.load_id, ids, flat, deadline)
+        self._running[transfer] = Running(units, pins)
         return [Copy(transfer)]
 
-    def _slots(self, lease: Lease, wanted: int) -> array[int] | None:
-        """Slots of the first blocks of the hit, group after group; None if they are not what was looked up.
+    def _accepted_units(self, lease: Lease, load: Load, ids: int) -> int:
+        """Hash units of the hit that the engine takes; 0 if its block ids do not fit them."""
+        units = self._implied_units(ids) if load.units is None else load.units
+        if not 0 < units <= lease.units or units % self._step_units:
+            return 0
+        return units if ids == sum(len(self._needed(lease, group, units)) for group in self._groups) else 0
+
+    def _implied_units(self, ids: int) -> int:
+        """Where every group takes every block, the number of block ids says how many units were taken."""
+        if any(group.kind not in PREFIX_KINDS for group in self._groups):
+            return 0
+        step_tokens = self._step_units * self.tier.spec.hash_tokens
+        steps, rest = divmod(ids, sum(step_tokens // group.block_size for group in self._groups))
+        return 0 if rest else steps * self._step_units
+
+    def _needed(self, lease: Lease, group: GroupSpec, units: int) -> range:
+        query = lease.query
+        return needed_blocks(group, query.start_tokens + units * query.hash_tokens, query.start_tokens)
+
+    def _slots(self, lease: Lease, units: int) -> list[list[int]] | None:
+        """Slots that are copied, group after group; None if they are not what was looked up.
 
         A reset since the lookup leaves bytes of an older model under the lease: those are never loaded.
         """
-        blocks, rest = divmod(wanted, len(lease.tails))
-        if rest or not 0 < blocks <= lease.blocks:
+        pool, query = self.tier.pool, lease.query
+        if any(pool.state_of(slot) != READY for slot in lease.pins):
             return None
-        slots = array("i")
-        for tail in lease.tails:
-            chain = self.tier.pool.chain(tail, lease.blocks)
-            if chain is None or self.tier.pool.hash_of(chain[0]) != lease.first_hash:
-                return None
-            slots.extend(chain[:blocks])
-        return slots
+        tokens = query.start_tokens + units * query.hash_tokens
+        found = [slots_of(pool, group, query, tokens) for group in self._groups]
+        slots = [group for group in found if group is not None]
+        return slots if len(slots) == len(found) else None
+
+    def _swap_pins(self, lease: Lease, slots: list[list[int]]) -> tuple[int, ...]:
+        """Pin what is copied instead of what was leased."""
+        pins = tuple(
+            slot
+            for group, own in zip(self._groups, slots, strict=True)
+            for slot in (own[-1:] if group.kind in PREFIX_KINDS else own)
+        )
+        for slot in pins:
+            self.tier.pool.pin(slot)
+        self._unpin(lease.pins)
+        return pins
 
     def end(self, transfer: TransferMeta, *, good: bool) -> list[Command]:
         """The copy has ended. A bad one is a miss at once, and so is one that a reset met."""
-        lease = self._running.pop(transfer)
-        good = good and all(self.tier.pool.state_of(tail) == READY for tail in lease.tails)
-        self._unpin([lease])
+        running = self._running.pop(transfer)
+        good = good and all(self.tier.pool.state_of(slot) == READY for slot in running.pins)
+        self._unpin(running.pins)
         self.tier.counters["blocks_loaded"] += transfer.blocks if good else 0
         self.tier.counters["loads_failed"] += not good
-        blocks = transfer.blocks // len(lease.tails) if good else 0
-        return [Reply(transfer.session_id, Loaded(transfer.owner_id, blocks))]
+        return [Reply(transfer.session_id, Loaded(transfer.owner_id, running.units if good else 0))]
 
     # the ends of leases
 
     def release(self, session_id: int, release: Release) -> None:
         """The engine will not use this hit."""
         lease = self.requests.take(session_id, release.lease_id)
-        self._unpin([] if lease is None else [lease])
+        self._unpin(() if lease is None else lease.pins)
 
     def finish(self, session_id: int, request_id: str) -> None:
         """The request ended or lost its blocks: its hits are unpinned. Copies under way need no request."""
-        self._unpin(self.requests.take_request(session_id, request_id))
+        self._unpin_leases(self.requests.take_request(session_id, request_id))
 
     def goodbye(self, session_id: int) -> None:
         """The engine is gone."""
-        self._unpin(self.requests.take_session(session_id))
+        self._unpin_leases(self.requests.take_session(session_id))
 
     def expire(self, now: float) -> None:
         """End the leases whose deadline has passed."""
         expired = self.requests.take_expired(now)
         self.tier.counters["leases_expired"] += len(expired)
-        self._unpin(expired)
+        self._unpin_leases(expired)
 
-    def _unpin(self, leases: Iterable[Lease]) -> None:
+    def _unpin_leases(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            for slot in lease.tails:
-                self.tier.pool.unpin(slot)
+            self._unpin(lease.pins)
+
+    def _unpin(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.tier.pool.unpin(slot)

@@ -17,6 +17,8 @@ Every block that is not stored is counted under one reason:
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Final
 
 from kvevents_service.core.metadata import TOKEN_BYTES, BlockStoreMeta
@@ -75,6 +77,13 @@ def split_hashes(packed: bytes, hash_bytes: int) -> list[bytes]:
     if len(packed) == hash_bytes:
         return [packed]  # the snapshot's own object: no second copy
     return list(struct.unpack(f"{hash_bytes}s" * (len(packed) // hash_bytes), packed))
+
+
+def runs(positions: list[int]) -> Iterator[tuple[int, int]]:
+    """Maximal runs [start, stop) of consecutive positions; `positions` rise."""
+    for _, group in groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0]):
+        members = [position for _, position in group]
+        yield members[0], members[-1] + 1
 
 
 def parent_slot(pool: BlockPool, meta: BlockStoreMeta, hashes: list[bytes], known: int) -> int | None:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvevents_service.core.eviction import EvictionQueue
+from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, ORPHANED, PENDING, READY, SlotTable
 
@@ -93,7 +94,8 @@ class BlockPool(SlotTable):
     def allocate(self, meta: BlockStoreMeta, hashes: list[bytes], parent: int | None) -> Allocation:
         """Slots for as many leading blocks of a fresh chain as there is room for, evicting where needed.
 
-        `hashes[i]` is block i of `meta`; the blocks become PENDING. The parent is safe from this eviction.
+        `hashes[i]` is block i of `meta`; the blocks become PENDING. The parent is safe from this eviction. Blocks
+        of a kind that is not prefix-closed are linked to nobody: each may leave by itself.
         """
         if parent is not None:
             self._pins[parent] += 1
@@ -105,6 +107,8 @@ class BlockPool(SlotTable):
         if count:
             self.index[meta.group.index].update(zip(hashes, slots, strict=False))
             self._fill(meta, hashes, slots, parent)
+            if meta.group.kind not in PREFIX_KINDS:
+                self._unlink(slots)
             self._queue.touch_run(slots)
         elif parent is not None:
             self._offer_if_evictable(parent)
@@ -160,6 +164,10 @@ class BlockPool(SlotTable):
     def touch(self, slot: int) -> None:
         """The chain that ends here was used now."""
         self._queue.touch(slot)
+
+    def touch_all(self, slots: list[int]) -> None:
+        """These blocks were used now, together."""
+        self._queue.touch_run(slots)
 
     def pin(self, slot: int) -> None:
         """Keep this block and all before it from leaving."""

@@ -10,16 +10,18 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from kvevents_service.core.prefix import PrefixQuery
+
 
 class Lease(NamedTuple):
-    """A pinned hit: `tails` has the last slot of each group's chain of `blocks` blocks."""
+    """A pinned hit: `units` leading hash units of `query` can be loaded while the slots in `pins` are pinned."""
 
     lease_id: int
     session_id: int
     request_id: str
-    blocks: int
-    tails: tuple[int, ...]
-    first_hash: bytes
+    units: int
+    pins: tuple[int, ...]
+    query: PrefixQuery
     deadline: float
 
 
@@ -43,13 +45,13 @@ class RequestMirror:
         return len(self._leases) >= self.max_leases
 
     def grant(self, lease: Lease) -> None:
-        """Remember a lease. The caller has pinned its tails."""
+        """Remember a lease. The caller has pinned it."""
         self._leases[lease.lease_id] = lease
         self._of_request.setdefault((lease.session_id, lease.request_id), set()).add(lease.lease_id)
         heappush(self._deadlines, (lease.deadline, lease.lease_id))
 
     def take(self, session_id: int, lease_id: int) -> Lease | None:
-        """End a lease of this session. The caller unpins its tails. None: unknown, ended, or another session's."""
+        """End a lease of this session. The caller unpins it. None: unknown, ended, or another session's."""
         lease = self._leases.get(lease_id)
         if lease is None or lease.session_id != session_id:
             return None

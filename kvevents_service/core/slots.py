@@ -93,6 +93,12 @@ class SlotTable:
             metas[slot] = meta
             parent = slot
 
+    def _unlink(self, slots: list[int]) -> None:
+        """These blocks have no parents and no children."""
+        for slot in slots:
+            self._parent[slot] = NO_SLOT
+            self._children[slot] = 0
+
     # instruments
 
     def count(self, state: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.metadata import (
     BlockStoreMeta,
     RemovedRun,
@@ -18,7 +19,7 @@ from kvevents_service.core.metadata import (
     TransferMeta,
     snapshot,
 )
-from kvevents_service.core.offers import chain_fault, parent_slot, shape_fault, split_hashes
+from kvevents_service.core.offers import chain_fault, parent_slot, runs, shape_fault, split_hashes
 from kvevents_service.core.pool import Evicted
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.tier import Tier
@@ -78,6 +79,9 @@ class Stores:
             return
         meta = snapshot(offer, group, spec.medium, spec.hash_bytes)
         hashes = split_hashes(offer.block_hashes, spec.hash_bytes)
+        if group.kind not in PREFIX_KINDS:
+            self._take_loose(offer, meta, hashes, tally)
+            return
         known = pool.known_prefix(group.index, hashes)
         parent = parent_slot(pool, meta, hashes, known)
         if parent is not None:
@@ -94,8 +98,30 @@ class Stores:
             meta.part(known, len(hashes)), hashes[known:], parent, offer.block_ids[INT32_BYTES * known :], tally
         )
 
+    def _take_loose(self, offer: Offer, meta: BlockStoreMeta, hashes: list[bytes], tally: StepTally) -> None:
+        """Blocks that need no parent: each unknown one is stored, consecutive ones as one run."""
+        pool, group = self.tier.pool, meta.group.index
+        slots = [pool.slot_of(group, block_hash) for block_hash in hashes]
+        pool.touch_all([slot for slot in slots if slot is not None])
+        wanted = [position for position, slot in enumerate(slots) if slot is None]
+        known = len(hashes) - len(wanted)
+        tally.known += known
+        self.tier.counters["blocks_known"] += known
+        if not pool.is_fresh_chain(group, [hashes[position] for position in wanted]):
+            self._decline(tally, "not_a_chain", len(wanted))
+            return
+        for start, stop in runs(wanted):
+            if self._over_limit(stop - start):
+                self._decline(tally, "backlog", stop - start)
+            else:
+                block_ids = offer.block_ids[INT32_BYTES * start :]
+                self._store(meta.part(start, stop), hashes[start:stop], None, block_ids, tally)
+
+    def _over_limit(self, blocks: int) -> bool:
+        return self.pending_blocks + blocks > self.tier.limits.max_pending_blocks
+
     def _fault(self, meta: BlockStoreMeta, hashes: list[bytes], known: int, parent: int | None) -> str | None:
-        if self.pending_blocks + len(hashes) - known > self.tier.limits.max_pending_blocks:
+        if self._over_limit(len(hashes) - known):
             return "backlog"
         return chain_fault(self.tier.pool, meta, hashes, known, parent)
 

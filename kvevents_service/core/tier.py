@@ -19,6 +19,7 @@ class TierSpec(NamedTuple):
     capacity_blocks: int
     hash_bytes: int
     groups: tuple[GroupSpec, ...]
+    hash_tokens: int
 
 
 class Limits(NamedTuple):

@@ -12,15 +12,16 @@ import torch
 
 from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout
+from kvevents_service.engine.model import MODELS
 from kvevents_service.engine.paged_cache import PagedCache
 from kvevents_service.engine.reference import EngineSettings, ReferenceEngine
 from kvevents_service.engine.trace import read_trace
-from kvevents_service.wire.control import GroupSpec
 
 
 @click.command()
 @click.option("--engine-socket", required=True, metavar="PATH")
 @click.option("--trace", required=True, type=click.Path(exists=True, path_type=Path), help="A Mooncake trace file.")
+@click.option("--model", default="full", show_default=True, type=click.Choice(sorted(MODELS)))
 @click.option("--skip", default=0, help="Requests of the trace to leave out at its start.")
 @click.option("--requests", default=None, type=int, help="Requests to serve. [default: all]")
 @click.option("--blocks", default=8192, show_default=True, help="Blocks of the KV cache.")
@@ -30,6 +31,7 @@ from kvevents_service.wire.control import GroupSpec
 def main(
     engine_socket: str,
     trace: Path,
+    model: str,
     skip: int,
     requests: int | None,
     blocks: int,
@@ -39,19 +41,20 @@ def main(
 ) -> None:
     """Serve a trace with a real paged KV cache and print the counters as JSON lines."""
     torch.set_num_threads(1)
-    settings = EngineSettings()
+    settings, kind = EngineSettings(), MODELS[model]
     cache = PagedCache(blocks, layers, layer_bytes)
     layout = EngineLayout(
         engine_id="reference",
-        namespace=f"reference/{layers}x{layer_bytes}/{settings.block_size}",
-        groups=[GroupSpec(0, "full_attention", settings.block_size)],
+        namespace=f"reference/{model}/{layers}x{layer_bytes}",
+        groups=kind.groups,
         memories=cache.memories,
         regions=cache.regions,
         fds=[cache.memory.fd],
+        hash_tokens=kind.hash_tokens,
     )
     client = OffloadClient(engine_socket, layout)
     client.wait_connected(connect_wait)
-    engine = ReferenceEngine(cache, client, settings)
+    engine = ReferenceEngine(cache, client, kind, settings)
     lines = islice(read_trace(trace), skip, None if requests is None else skip + requests)
     for counts in engine.run(lines, skip):
         sys.stdout.buffer.write(msgspec.json.encode(counts) + b"\n")

@@ -18,12 +18,17 @@ from contextlib import suppress
 import msgspec
 
 from kvevents_service.errors import SidecarGone, WireError
-from kvevents_service.wire.control import Error, Hello, SidecarMessage, Welcome
+from kvevents_service.wire.control import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    Error,
+    Hello,
+    SidecarMessage,
+    Welcome,
+)
 from kvevents_service.wire.framing import FrameReader, decode_sidecar, encode_message
 
-MAX_OUTBOX_BYTES = 64 * 1024 * 1024
 READ_BYTES = 32 * 1024
-SPIN_S = 0.0001
 SEND_BUFFER_BYTES = 4 * 1024 * 1024
 SO_SNDBUFFORCE = 32  # Linux; not in the socket module
 
@@ -37,8 +42,6 @@ class Connection:
         self._socket = sock
         self._reader = FrameReader()
         self._outbox = bytearray()
-        self._poll_in = select.poll()
-        self._poll_in.register(sock, select.POLLIN)
         self._poll_out = select.poll()
         self._poll_out.register(sock, select.POLLOUT)
 
@@ -54,11 +57,13 @@ class Connection:
         """Send one frame. False, and nothing of it sent, if the sidecar still owes reading an earlier one.
 
         A frame that was begun stays in the outbox when `wait_s` is over, and goes first next time.
-        Raises SidecarGone when the connection is broken.
+        Raises SidecarGone when the connection is broken, ValueError for a frame that no sidecar takes.
         """
+        frame = encode_message(message)
+        if len(frame) > LENGTH_BYTES + MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of at most {MAX_FRAME_BYTES} bytes, not {len(frame)}")
         if self._outbox and not self._flush(0.0):
             return False
-        frame = encode_message(message)
         sent = self._try_send(frame)
         if sent < len(frame):
             self._outbox += memoryview(frame)[sent:]
@@ -83,25 +88,34 @@ class Connection:
         except OSError as error:
             raise SidecarGone(f"the sidecar closed the connection ({error.strerror})") from error
 
-    def receive(self, wait_s: float) -> Iterator[SidecarMessage]:
-        """Messages that have arrived; waits up to `wait_s` for a first one. SidecarGone on EOF (the fence)."""
-        data = self._read() or (self._wait(wait_s) if wait_s > 0 else b"")
-        if not data:
-            return
-        try:
-            yield from map(decode_sidecar, self._reader.feed(data))
-        except WireError as error:
-            raise SidecarGone(f"the sidecar sent no valid frame ({error})") from error
+    def receive(self) -> Iterator[SidecarMessage]:
+        """Messages that have arrived; never waits. SidecarGone on EOF (the fence), or if they are no messages.
 
-    def _wait(self, wait_s: float) -> bytes:
-        """Look again and again for SPIN_S: to be put to sleep and woken costs more than a lookup. Then sleep."""
-        spin_until = time.monotonic() + min(wait_s, SPIN_S)
-        while time.monotonic() < spin_until:
-            if data := self._read():
-                return data
-            os.sched_yield()  # the sidecar may have been woken on this very core
-        self._poll_in.poll(max(0.0, wait_s - SPIN_S) * 1000)
-        return self._read()
+        Also pushes out what an earlier send left: an engine that only polls gets its last step through.
+        """
+        if self._outbox:
+            self._flush(0.0)
+        data = self._read()
+        if data:
+            try:
+                yield from map(decode_sidecar, self._reader.feed(data))
+            except WireError as error:
+                raise SidecarGone(f"the sidecar sent no valid frame ({error})") from error
+
+    def wait(self, wait_s: float) -> None:
+        """Sleep until something may have arrived, or can be sent. Changes nothing, so it needs no lock."""
+        poller = select.poll()  # of its own: one poll object serves one thread at a time
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        poller.poll(max(0.0, wait_s) * 1000)
+
+    def at_eof(self) -> bool:
+        """Read and throw away; True once the sidecar has closed the connection."""
+        try:
+            while self._read():
+                pass
+        except SidecarGone:
+            return True
+        return False
 
     def _read(self) -> bytes:
         """What has arrived, at most READ_BYTES; empty if nothing has. SidecarGone on EOF."""
@@ -136,13 +150,14 @@ def _widen(sock: socket.socket) -> None:
 
 def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> tuple[Connection, Welcome]:
     """Connect and say hello, with the memory's descriptors. SidecarGone if nobody answers well within `wait_s`."""
+    frame = encode_message(hello)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(wait_s)
         sock.connect(path)
         _check_peer(sock, path)
         with suppress(BrokenPipeError):  # it has closed already: its answer says why
-            _send_with_fds(sock, encode_message(hello), fds)
+            _send_with_fds(sock, frame, fds)
         connection = Connection(sock)
         return connection, _welcome(connection, wait_s)
     except OSError as error:
@@ -169,7 +184,8 @@ def _send_with_fds(sock: socket.socket, frame: bytearray, fds: Sequence[int]) ->
 def _welcome(connection: Connection, wait_s: float) -> Welcome:
     deadline = time.monotonic() + wait_s
     while (left := deadline - time.monotonic()) > 0:
-        for message in connection.receive(left):
+        connection.wait(left)
+        for message in connection.receive():
             match message:
                 case Welcome():
                     return message

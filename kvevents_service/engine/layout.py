@@ -43,6 +43,7 @@ class EngineLayout(NamedTuple):
     regions: Sequence[Region]
     fds: Sequence[int] = ()
     hash_bytes: int = 32
+    hash_tokens: int = 0
 
 
 def uniform_layers(layers: int, blocks: int, block_bytes: int) -> list[Region]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvevents_service.engine.connection import Connection
-from kvevents_service.errors import SidecarGone
+from kvevents_service.errors import SidecarGone, WireError
 from kvevents_service.wire.control import (
     Error,
     Inspected,
@@ -32,6 +32,7 @@ class Link:
         self.connection = connection
         self.welcome = welcome
         self.suspect = False
+        self.broken = False
         self._steps: set[int] = set()
         self._loads: set[int] = set()
 
@@ -53,9 +54,9 @@ class Link:
                 self._loads.add(message.load_id)
         return True
 
-    def receive(self, wait_s: float) -> Iterator[Completion | Answer]:
-        """What has arrived; waits up to `wait_s` for a first message."""
-        for message in self.connection.receive(wait_s):
+    def receive(self) -> Iterator[Completion | Answer]:
+        """What has arrived; never waits. SidecarGone: see `abandoned` and `broken`."""
+        for message in self.connection.receive():
             self.suspect = False
             if isinstance(message, Welcome):
                 continue
@@ -84,12 +85,23 @@ class Link:
         self._loads.clear()
         return ends
 
-    def drain(self, wait_s: float) -> tuple[list[Completion], bool]:
-        """Completions that have arrived, and True once the connection has ended. For a link that was hung up."""
+    def drain(self) -> tuple[list[Completion], bool]:
+        """Completions that have arrived, and True once the connection has ended. For a link that was hung up.
+
+        Only EOF ends it: bytes that are no messages do not say that our memory is free.
+        """
         ends: list[Completion] = []
         try:
-            ends += [message for message in self.receive(wait_s) if isinstance(message, StepDone | Loaded)]
-        except SidecarGone:
-            self.connection.close()
-            return ends + self.abandoned(), True
+            if not self.broken:
+                ends += [message for message in self.receive() if isinstance(message, StepDone | Loaded)]
+        except SidecarGone as error:
+            self.broken = True
+            if not isinstance(error.__cause__, WireError):
+                return ends + self._close(), True
+        if self.broken and self.connection.at_eof():
+            return ends + self._close(), True
         return ends, False
+
+    def _close(self) -> list[Completion]:
+        self.connection.close()
+        return self.abandoned()

@@ -76,15 +76,9 @@ class PagedCache:
 
     # prefix cache
 
-    def cached_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks that hold the longest cached prefix of a chain."""
-        blocks = []
-        for block_hash in hashes:
-            block = self._cached.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def find(self, name: bytes) -> int | None:
+        """The block that holds this content."""
+        return self._cached.get(name)
 
     def cache(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
         """These blocks hold these contents from now on."""

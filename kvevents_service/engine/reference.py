@@ -16,7 +16,10 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvevents_service.core.groups import PREFIX_KINDS, alignment, needed_blocks
+from kvevents_service.engine.block_tables import GroupTable, content_names
 from kvevents_service.engine.client import OffloadClient, PrefixHit
+from kvevents_service.engine.model import Model
 from kvevents_service.engine.offers import OfferBook, make_offer
 from kvevents_service.engine.paged_cache import PagedCache
 from kvevents_service.engine.trace import TraceLine, chain_hashes, derived_tokens, prompt_tokens
@@ -50,7 +53,6 @@ class EngineSettings(msgspec.Struct, frozen=True):
     """Sizes of the engine. Tokens a step are shared by all running requests. `forward_s`
     stands for the forward pass: an engine whose steps take no time at all outruns any sidecar."""
 
-    block_size: int = 16
     max_running: int = 8
     step_tokens: int = 2048
     decode_tokens: int = 16
@@ -58,44 +60,51 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
 
 class Request:
-    """One request: tokens and hashes grow, the block table follows, `computed` counts tokens with KV."""
+    """One request: tokens and hashes grow, the block tables follow, `computed` counts tokens with KV."""
 
-    def __init__(self, number: int, line: TraceLine, block_size: int) -> None:
+    def __init__(self, number: int, line: TraceLine, model: Model) -> None:
         self.number = number
         self.request_id = f"req-{number}"
         self.seed = 1_000_000_007 + number
+        self.model = model
+        self.identity = model.identity_of(line)
         self.tokens = prompt_tokens(line)
         self.prompt_length = len(self.tokens)
         self.final_length = self.prompt_length + line.output_length
-        self.block_size = block_size
-        self.hashes: list[bytes] = chain_hashes(self.tokens, block_size, [])
+        self.hashes: list[bytes] = []
+        self._hash_tokens()
         self.reset()
 
     def __repr__(self) -> str:
-        return f"<Request {self.request_id} {self.computed}/{self.final_length} blocks={len(self.blocks)}>"
+        return f"<Request {self.request_id} {self.computed}/{self.final_length} {self.tables}>"
 
     def reset(self) -> None:
         """It has no blocks: new, or preempted."""
-        self.blocks: list[int] = []
-        self.computed = self.confirmed = self.offered = 0
+        self.tables = [GroupTable(group, self.model.hash_tokens) for group in self.model.groups]
+        self.computed = self.confirmed = 0
         self.hit = PrefixHit(0)
-        self.load_id: int | None = None
+        self.hit_start = 0
 
     def grow(self, count: int) -> None:
         """`count` more tokens were generated."""
         self.tokens += derived_tokens(self.seed + len(self.tokens), count)
-        self.hashes += chain_hashes(self.tokens, self.block_size, self.hashes)
+        self._hash_tokens()
 
-    def blocks_for(self, tokens: int) -> int:
-        """How many more blocks the table needs to hold so many tokens."""
-        return max(0, -(-tokens // self.block_size) - len(self.blocks))
+    def _hash_tokens(self) -> None:
+        root = self.identity.root
+        self.hashes += chain_hashes(self.tokens, self.model.hash_tokens, self.hashes, root)
+
+    def held(self) -> list[int]:
+        """Every block of the request, last ones first: that is the order they should be reused in."""
+        return [block for table in self.tables for block in reversed(table.held())]
 
 
 class ReferenceEngine:
     """One engine with one sidecar. `run` serves the lines to the end."""
 
-    def __init__(self, cache: PagedCache, client: OffloadClient, settings: EngineSettings) -> None:
+    def __init__(self, cache: PagedCache, client: OffloadClient, model: Model, settings: EngineSettings) -> None:
         self.cache = cache
+        self.model = model
         self.client = client
         self.settings = settings
         self.counts = EngineCounts()
@@ -114,7 +123,7 @@ class ReferenceEngine:
         """Serve every line; yields the counts after each step that finished a request."""
         self.counts.low_water = first
         for number, line in enumerate(lines, first):
-            self.waiting.append(Request(number, line, self.settings.block_size))
+            self.waiting.append(Request(number, line, self.model))
             while len(self.running) + len(self.loading) + len(self.waiting) >= self.settings.max_running:
                 yield from self._counted_step()
         while self.running or self.loading or self.waiting:
@@ -156,62 +165,83 @@ class ReferenceEngine:
     def _offer_all_again(self) -> None:
         """A new sidecar knows none of our blocks: without their parents later ones could not be stored."""
         for request in (*self.running, *self.loading.values()):
-            request.offered = 0
+            for table in request.tables:
+                table.offered = table.trimmed
 
     def _end_load(self, request: Request, loaded: Loaded) -> None:
-        start = len(request.blocks) - request.hit.blocks
-        blocks, hashes = request.blocks[start:], request.hashes[start : len(request.blocks)]
-        if loaded.blocks == len(blocks):
-            loaded_bytes = len(blocks) * self.cache.block_bytes
-            self.counts.corrupt_blocks += self.cache.corrupt(blocks, hashes)
-            self.counts.bytes_verified += loaded_bytes
-            self.counts.bytes_moved += loaded_bytes
-            self.counts.hit_tokens += len(blocks) * self.settings.block_size
-            self.cache.cache(blocks, hashes)
-            request.computed = request.confirmed = len(request.blocks) * self.settings.block_size
-        else:  # a miss after all: these blocks are computed instead
+        end = request.hit_start + request.hit.blocks * self.model.hash_tokens
+        if loaded.blocks == request.hit.blocks:
+            for table in request.tables:
+                self._verify_load(request, table, needed_blocks(table.group, end, request.hit_start))
+            self.counts.hit_tokens += end - request.hit_start
+            request.computed = request.confirmed = end
+            self.running.append(request)
+        else:  # a miss after all: it is computed instead, from the start
             self.counts.loads_failed += 1
-        request.load_id = None
-        self.running.append(request)
+            self.cache.free(request.held())
+            request.reset()
+            self.waiting.appendleft(request)
+
+    def _verify_load(self, request: Request, table: GroupTable, numbers: range) -> None:
+        blocks = [block for block in table.blocks[numbers.start : numbers.stop] if block is not None]
+        names = content_names(table.group, table.hashes(request.hashes, numbers.start, numbers.stop))
+        loaded_bytes = len(blocks) * self.cache.block_bytes
+        self.counts.corrupt_blocks += self.cache.corrupt(blocks, names)
+        self.counts.bytes_verified += loaded_bytes
+        self.counts.bytes_moved += loaded_bytes
+        self.cache.cache(blocks, names)
 
     # offers
 
     def _send_step(self) -> None:
         """Offer what the last step finished. Requests that ended in it keep their blocks until this is sent."""
         room = self.book.room
-        offers, held = [], array("i")
+        offers: list[Offer] = []
+        held = array("i")
         for request in (*self._ending, *self.running):
             request.confirmed = request.computed
-            offer = self._offer(request, room - len(held))
-            if offer is not None:
-                offers.append(offer)
-                held += unpack_int32(offer.block_ids)
+            for table in request.tables:
+                for offer in self._offers(request, table, room - len(held)):
+                    offers.append(offer)
+                    held += unpack_int32(offer.block_ids)
         if offers or self._ending or self._preempted:
             finished = [request.request_id for request in self._ending]
             self.book.hold(self.client.step(offers, finished, self._preempted), held)
-        self._release_ended()
+        self._let_go()
 
-    def _release_ended(self) -> None:
+    def _let_go(self) -> None:
+        """Blocks of requests that ended, and blocks that left a window: the book holds what is pending."""
         for request in self._ending:
-            self.counts.offers_skipped += request.confirmed // self.settings.block_size - request.offered
-            self.cache.free(request.blocks[::-1])
+            self.counts.offers_skipped += sum(
+                table.full(request.confirmed) - table.offered for table in request.tables
+            )
+            self.cache.free(request.held())
+        for request in self.running:
+            for table in request.tables:
+                self.cache.free(table.trim(request.confirmed))
         self._ending, self._preempted = [], []
 
-    def _offer(self, request: Request, room: int) -> Offer | None:
+    def _offers(self, request: Request, table: GroupTable, room: int) -> Iterator[Offer]:
         """Full blocks of confirmed tokens: those that the step being scheduled will fill are never among them."""
-        start, stop = request.offered, min(request.confirmed // self.settings.block_size, request.offered + room)
+        start, stop = table.offered, min(table.full(request.confirmed), table.offered + room)
         if stop <= start:
-            return None
-        request.offered = stop
-        self.counts.blocks_offered += stop - start
-        size = self.settings.block_size
-        return make_offer(
-            request.request_id,
-            request.hashes[start:stop],
-            request.tokens[start * size : stop * size],
-            request.blocks[start:stop],
-            parent=request.hashes[start - 1] if start else None,
-        )
+            return
+        table.offered = stop
+        size, identity = table.group.block_size, request.identity
+        for first, blocks in table.runs(start, stop):
+            last = first + len(blocks)
+            self.counts.blocks_offered += len(blocks)
+            yield make_offer(
+                request.request_id,
+                table.hashes(request.hashes, first, last),
+                request.tokens[first * size : last * size],
+                blocks,
+                group=table.group.index,
+                parent=table.parent(request.hashes, first),
+                lora_id=identity.lora_id,
+                lora_name=identity.lora_name,
+                extra_keys=identity.extra_keys(first, last),
+            )
 
     # scheduling
 
@@ -232,36 +262,42 @@ class ReferenceEngine:
         return prefill if prefill > 0 else min(self.settings.decode_tokens, request.final_length - request.computed)
 
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Extend the block table; preempts the newest requests where needed. False if it cannot be helped now."""
-        need = request.blocks_for(tokens)
-        while not self.cache.can_allocate(need):
+        """Extend the block tables; preempts the newest requests where needed. False if it cannot be helped now."""
+        while not self.cache.can_allocate(sum(table.missing(tokens) for table in request.tables)):
             if self.running[-1] is request:
                 return False
             self._preempt(self.running[-1])
-        request.blocks += self.cache.allocate(need)
+        for table in request.tables:
+            table.blocks += self.cache.allocate(table.missing(tokens))
         return True
 
     def _compute(self, request: Request, count: int) -> None:
-        before = request.computed // self.settings.block_size
+        before = request.computed
         request.computed += count
         if request.computed > len(request.tokens):
             request.grow(request.computed - len(request.tokens))
-        after = request.computed // self.settings.block_size
-        blocks, hashes = request.blocks[before:after], request.hashes[before:after]
-        self.cache.fill(blocks, hashes)
-        self.cache.cache(blocks, hashes)
+        for table in request.tables:
+            self._fill(request, table, table.full(before), table.full(request.computed))
+
+    def _fill(self, request: Request, table: GroupTable, start: int, stop: int) -> None:
+        blocks = [block for block in table.blocks[start:stop] if block is not None]
+        names = content_names(table.group, table.hashes(request.hashes, start, stop))
+        self.cache.fill(blocks, names)
+        self.cache.cache(blocks, names)
 
     def _preempt(self, request: Request) -> None:
         self.counts.preemptions += 1
         self.running.remove(request)
         self._preempted.append(request.request_id)
-        self.cache.free(request.blocks[::-1])
+        self.cache.free(request.held())
         request.reset()
         self.waiting.appendleft(request)
 
     def _finish(self, request: Request) -> None:
-        full = request.computed // self.settings.block_size
-        self.counts.corrupt_blocks += self.cache.corrupt(request.blocks[:full], request.hashes[:full])
+        for table in request.tables:
+            for first, blocks in table.runs(0, table.full(request.computed)):
+                names = table.hashes(request.hashes, first, first + len(blocks))
+                self.counts.corrupt_blocks += self.cache.corrupt(blocks, content_names(table.group, names))
         self.counts.requests += 1
         self._done.add(request.number)
         while self.counts.low_water in self._done:
@@ -277,38 +313,79 @@ class ReferenceEngine:
     def _admit(self, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) + len(self.loading) < self.settings.max_running:
             request = self.waiting[0]
-            usable = (request.prompt_length - 1) // self.settings.block_size  # one token is left to compute
-            local = self.cache.cached_prefix(request.hashes[:usable])
-            self.cache.touch(local)
-            hit = self.client.lookup(request.request_id, request.hashes[len(local) : usable])
-            room = max(hit.blocks, 1)
-            if not self.cache.can_allocate(room + self._headroom()):
+            units = (request.prompt_length - 1) // self.model.hash_tokens  # one token is left to compute
+            local = self._use_local_prefix(request, units * self.model.hash_tokens)
+            hashes = request.hashes[local // self.model.hash_tokens : units]
+            hit = self.client.lookup(request.request_id, hashes, local)
+            end = local + hit.blocks * self.model.hash_tokens
+            wanted = sum(len(needed_blocks(group, end, local)) for group in self.model.groups)
+            if not self.cache.can_allocate(max(wanted, 1) + self._headroom()):
                 self.client.release(hit)
-                self.cache.free(local[::-1])
+                self.cache.free(request.held())
+                request.reset()
                 return
             self.waiting.popleft()
-            self._begin(request, local, hit)
+            self._begin(request, local, hit, end)
             budget -= self.settings.step_tokens // 4
 
     def _headroom(self) -> int:
         """Blocks kept for requests that are already running, unless none is."""
         return self.cache.blocks // 8 if self.running or self.loading else 0
 
-    def _begin(self, request: Request, local: list[int], hit: PrefixHit) -> None:
-        size = self.settings.block_size
-        request.blocks = list(local)
-        request.computed = request.confirmed = len(local) * size
-        self.counts.local_hit_tokens += request.computed
-        if hit.blocks:
-            fresh = self.cache.allocate(hit.blocks)
-            load_id = self.client.load(request.request_id, hit, pack_int32(fresh))
-            if load_id is not None:
-                request.blocks += fresh
-                request.hit, request.load_id = hit, load_id
-                self.loading[load_id] = request
-                return
-            self.cache.free(fresh[::-1])
-        self.running.append(request)
+    def _use_local_prefix(self, request: Request, most: int) -> int:
+        """Fill the tables with the longest prefix that is in our own cache; returns its tokens."""
+        step = alignment(self.model.groups)
+        tokens = most // step * step
+        while tokens > 0:
+            missing = next(filter(None, (self._last_missing(request, t, tokens) for t in request.tables)), None)
+            if missing is None:
+                break
+            tokens = (missing - 1) // step * step
+        for table in request.tables:
+            numbers = needed_blocks(table.group, tokens)
+            found = [self.cache.find(name) for name in self._names(request, table, numbers)]
+            self.cache.touch([block for block in found if block is not None])
+            table.blocks = [*([None] * numbers.start), *found]
+            table.trimmed = numbers.start
+        return tokens
+
+    def _last_missing(self, request: Request, table: GroupTable, tokens: int) -> int | None:
+        """The end, in tokens, of the block that rules out a prefix of `tokens` from our own cache."""
+        numbers = needed_blocks(table.group, tokens)
+        names = self._names(request, table, numbers)
+        lacking = [number for number, name in zip(numbers, names, strict=True) if self.cache.find(name) is None]
+        if not lacking:
+            return None
+        first = lacking[0] if table.group.kind in PREFIX_KINDS else lacking[-1]
+        return (first + 1) * table.group.block_size
+
+    def _names(self, request: Request, table: GroupTable, numbers: range) -> list[bytes]:
+        return content_names(table.group, table.hashes(request.hashes, numbers.start, numbers.stop))
+
+    def _begin(self, request: Request, local: int, hit: PrefixHit, end: int) -> None:
+        request.computed = request.confirmed = local
+        self.counts.local_hit_tokens += local
+        if not hit.blocks or not self._load(request, local, hit, end):
+            self.running.append(request)
+
+    def _load(self, request: Request, local: int, hit: PrefixHit, end: int) -> bool:
+        """Bring a hit in; False if the sidecar went away meanwhile."""
+        fresh: list[list[int]] = []
+        for table in request.tables:
+            numbers = needed_blocks(table.group, end, local)
+            fresh.append(self.cache.allocate(len(numbers)))
+        block_ids = pack_int32([block for blocks in fresh for block in blocks])
+        load_id = self.client.load(request.request_id, hit, block_ids, hit.blocks)
+        if load_id is None:
+            self.cache.free([block for blocks in fresh for block in blocks])
+            return False
+        for table, blocks in zip(request.tables, fresh, strict=True):
+            numbers = needed_blocks(table.group, end, local)
+            table.blocks += [None] * (numbers.start - len(table.blocks))
+            table.blocks += blocks
+        request.hit, request.hit_start = hit, local
+        self.loading[load_id] = request
+        return True
 
     # the end
 

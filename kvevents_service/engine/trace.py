@@ -47,10 +47,13 @@ def prompt_tokens(line: TraceLine) -> array[int]:
     return tokens[: line.input_length]
 
 
-def chain_hashes(tokens: array[int], block_size: int, previous: list[bytes]) -> list[bytes]:
-    """Hashes of the full blocks of `tokens` after those in `previous`: sha256(parent hash + token bytes)."""
+def chain_hashes(tokens: array[int], block_size: int, previous: list[bytes], root: bytes = b"") -> list[bytes]:
+    """Hashes of the full blocks of `tokens` after those in `previous`: sha256(parent hash + token bytes).
+
+    `root` stands before the first block: an adapter or a salt makes another chain of the same tokens.
+    """
     hashes = []
-    parent = previous[-1] if previous else b""
+    parent = previous[-1] if previous else root
     for start in range(len(previous) * block_size, len(tokens) - block_size + 1, block_size):
         parent = hashlib.sha256(parent + tokens[start : start + block_size].tobytes()).digest()
         hashes.append(parent)

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_FORCED = 0, 1, 2, 3
 LINGER_MS = 500
 MAX_REQUEST_BYTES = 1024
+REPLAY_HIGH_WATER_MARK = 32
+"""Batches queued for one replay client; its cursor waits for room."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -71,6 +73,7 @@ class Service(NamedTuple):
         """No new engines; wait for copies under way; end sessions; say that every block is gone; send it all."""
         await self.sidecar.drained()
         await self.plane.close()
+        self.publisher.send_pending()
         self.sidecar.withdraw()
         self.publisher.send_pending()
 
@@ -111,12 +114,14 @@ async def started(config: ServeConfig) -> AsyncIterator[Service]:
             plane.unlink()
         context.destroy(linger=LINGER_MS)
         if numbers is not None:
-            numbers.close(journal.next_seq)
+            with suppress(OSError):  # the reservation stands: numbers go on a little higher
+                numbers.close(journal.next_seq)
 
 
 def _publish_socket(context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig) -> tuple[zmq.Socket[bytes], str]:
     socket = context.socket(zmq.PUB)
     socket.setsockopt(zmq.SNDHWM, config.send_high_water_mark)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of a subscription: what a peer may send us
     return socket, bind(socket, config.pub, "pub")
 
 
@@ -127,6 +132,7 @@ def _replayer(
         return None, None
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     endpoint = bind(socket, config.replay, "replay")
     return Replayer(journal, socket, topic=config.topic, clock=time.monotonic), endpoint

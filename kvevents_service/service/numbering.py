@@ -40,13 +40,19 @@ class SequenceStore:
     def cover(self, seq: int) -> None:
         """Make sure `seq` is reserved before it is sent. Writes the file once in RESERVE numbers."""
         if seq >= self.reserved:
+            self._write(seq + RESERVE)
             self.reserved = seq + RESERVE
-            self._write(self.reserved)
+
+    def runs_out(self, seq: int) -> bool:
+        """Less than half a reservation is left: time to `cover` the first number that is not reserved."""
+        return seq + RESERVE // 2 >= self.reserved
 
     def close(self, next_seq: int) -> None:
-        """A clean end: the next process goes on at exactly `next_seq`."""
-        self._write(next_seq)
-        os.close(self._lock)
+        """A clean end: the next process goes on at exactly `next_seq`. OSError if that cannot be written."""
+        try:
+            self._write(next_seq)
+        finally:
+            os.close(self._lock)
 
     def _read(self) -> int:
         try:

@@ -44,6 +44,7 @@ class Publisher:
         self.batches_sent = 0
         self.send_refused = 0
         self.encode_failed = 0
+        self.state_write_failed = 0
         self._socket = socket
         self._topic = topic.encode()
         self._dp_rank = dp_rank
@@ -70,9 +71,16 @@ class Publisher:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            await self._reserve_ahead()
             if self.send_pending(BATCHES_PER_TURN) == BATCHES_PER_TURN:
                 self._wake.set()
                 await asyncio.sleep(0)
+
+    async def _reserve_ahead(self) -> None:
+        """Write the next reservation off the loop, before it is needed."""
+        if self._numbers is not None and self._numbers.runs_out(self.journal.next_seq):
+            seq = self._numbers.reserved
+            await asyncio.get_running_loop().run_in_executor(None, self._cover, seq)
 
     def send_pending(self, limit: int | None = None) -> int:
         """Encode and send up to `limit` batches (None: all); returns how many. Used by the drain as well."""
@@ -90,8 +98,7 @@ class Publisher:
             self.encode_failed += 1
             log.error("batch %d cannot be sent: %s", batch.seq, error)
             return
-        if self._numbers is not None:
-            self._numbers.cover(batch.seq)
+        self._cover(batch.seq)
         self.journal.retain(batch.seq, payload)
         try:
             self._socket.send_multipart(live_frames(self._topic, batch.seq, payload), zmq.NOBLOCK)
@@ -100,10 +107,21 @@ class Publisher:
         else:
             self.batches_sent += 1
 
+    def _cover(self, seq: int) -> None:
+        """A disk that fails must not stop the stream: a number is used unreserved, as only a crash would show."""
+        try:
+            if self._numbers is not None:
+                self._numbers.cover(seq)
+        except OSError as error:
+            self.state_write_failed += 1
+            if self.state_write_failed == 1:
+                log.error("numbers cannot be reserved, they may repeat after a crash: %s", error)
+
     def stats(self) -> dict[str, int]:
         return {
             **self.journal.stats(),
             "batches_sent": self.batches_sent,
             "batches_send_refused": self.send_refused,
             "batches_encode_failed": self.encode_failed,
+            "state_write_failed": self.state_write_failed,
         }

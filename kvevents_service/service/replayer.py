@@ -21,6 +21,7 @@ MAX_CLIENTS = 64
 CLIENT_DEADLINE_S = 30.0
 RETRY_S = 0.005
 CHUNK = 64
+CHUNK_BYTES = 256 * 1024
 
 
 class Replayer:
@@ -35,6 +36,7 @@ class Replayer:
         self._topic = topic.encode()
         self._clock = clock
         self._clients: dict[bytes, asyncio.Task[None]] = {}
+        self._turn = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<Replayer clients={len(self._clients)} requests={self.requests}>"
@@ -76,27 +78,40 @@ class Replayer:
         except WireError:
             self.bad_requests += 1
             start = self.journal.next_seq
-        while chunk := self.journal.retained_from(start, CHUNK):
-            for seq, payload in chunk:
-                if not await self._send([identity, *replay_reply(self._topic, seq, payload)], deadline):
-                    return
-            start = chunk[-1].seq + 1
-            await asyncio.sleep(0)
-        await self._send([identity, *REPLAY_END], deadline)
-
-    async def _send(self, frames: list[bytes], deadline: float) -> bool:
-        """Send one message; False if the client is gone or did not read in time."""
         while self._clock() < deadline:
-            try:
-                self._socket.send_multipart(frames, zmq.NOBLOCK)
-            except zmq.Again:
+            async with self._turn:  # one client a turn of the loop: engines' lookups come in between
+                sent = self._send_some(identity, start)
+                await asyncio.sleep(0)
+            if sent is None:
+                return
+            if sent == start:
                 await asyncio.sleep(RETRY_S)
-            except zmq.ZMQError:  # EHOSTUNREACH: the client has left
-                return False
-            else:
-                return True
+            start = sent
         self.dropped_clients += 1
-        return False
+
+    def _send_some(self, identity: bytes, start: int) -> int | None:
+        """Send up to CHUNK_BYTES from number `start` on; returns the number to go on with, None at the end."""
+        left = CHUNK_BYTES
+        for seq, payload in self.journal.retained_from(start, CHUNK):
+            if left < 0:
+                return start
+            sent = self._send([identity, *replay_reply(self._topic, seq, payload)])
+            if not sent:
+                return start if sent is False else None
+            start, left = seq + 1, left - len(payload)
+        if self.journal.retained_from(start, 1):
+            return start
+        return start if self._send([identity, *REPLAY_END]) is False else None
+
+    def _send(self, frames: list[bytes]) -> bool | None:
+        """Send one message. False: no room now; None: the client has left."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:  # EHOSTUNREACH
+            return None
+        return True
 
     def stats(self) -> dict[str, int]:
         return {

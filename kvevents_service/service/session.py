@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 MAX_UNREAD_BYTES = 32 * 1024 * 1024
 """Answers a peer may leave unread before it is taken for dead."""
 CLOSE_S = 5.0
+FRAMES_PER_TURN = 32
 
 
 class EngineSession(asyncio.Protocol):
@@ -47,6 +49,8 @@ class EngineSession(asyncio.Protocol):
         self.closed = asyncio.get_running_loop().create_future()
         self._sidecar = sidecar
         self._reader = FrameReader()
+        self._frames: deque[bytes | memoryview] = deque()
+        self._paused = False
         self._transport: asyncio.Transport | None = None
         self._ending = False
         self._verbs: dict[type, Callable[[Any], None]] = {
@@ -73,11 +77,28 @@ class EngineSession(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for body in self._reader.feed(data):
-                self._take(body)
+            self._frames.extend(self._reader.feed(data))
         except WireError as error:
+            self._take_turn()
             self._refuse(None, "bad_frame", error.field, error.expected)
             self.end()
+        else:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Take what has arrived, some frames a turn of the loop: no engine keeps the others waiting."""
+        for _ in range(min(FRAMES_PER_TURN, len(self._frames))):
+            self._take(self._frames.popleft())
+        if self._frames and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._paused = False
+        self._take_turn()
+        if not self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         self.end()

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MEDIUM = "CPU"
 TICK_S = 1.0
 HASH_BYTES = range(8, 65)
+MAX_SLOTS = 1 << 24
+"""A slot costs about 90 bytes before it is used: tiny blocks must not make the books larger than the tier."""
 KEY_BYTES = 8
 """An inspection names blocks by the last 8 bytes of their hash, as the event stream does."""
 
@@ -54,6 +56,7 @@ class Layout(NamedTuple):
     hash_bytes: int
     groups: tuple[tuple[int, str, int, int | None, bool], ...]
     regions: tuple[int, ...]
+    hash_tokens: int
 
 
 class OpenTier(NamedTuple):
@@ -92,9 +95,10 @@ class Sidecar:
         self.check_open()
         if hello.hash_bytes not in HASH_BYTES:
             raise ControlError("bad_hello", "hash_bytes", f"{HASH_BYTES.start} to {HASH_BYTES.stop - 1}")
-        groups = check_groups(hello.groups)
+        groups = check_groups(hello.groups, hello.hash_tokens)
         layout = _layout(hello)
-        tier = self._tier_for(layout, TierSpec(MEDIUM, self._capacity(memory), hello.hash_bytes, groups))
+        unit = hello.hash_tokens or next(group.block_size for group in groups if group.cacheable)
+        tier = self._tier_for(layout, TierSpec(MEDIUM, self._capacity(memory), hello.hash_bytes, groups, unit))
         tier.scheduler.hello(session.session_id, memory.blocks)
         self.sessions[session.session_id] = session
         return tier
@@ -108,7 +112,7 @@ class Sidecar:
         blocks = self.config.host_bytes // memory.block_bytes
         if not blocks:
             raise ControlError("tier_too_small", "host_bytes", f"at least one block, {memory.block_bytes} bytes")
-        return min(blocks, 2**31 - 1)
+        return min(blocks, MAX_SLOTS)
 
     def _tier_for(self, layout: Layout, spec: TierSpec) -> OpenTier:
         if self.tier is not None and self.tier.layout == layout:
@@ -238,4 +242,5 @@ class Sidecar:
 
 def _layout(hello: Hello) -> Layout:
     groups = tuple((g.index, g.kind, g.block_size, g.sliding_window, g.cacheable) for g in hello.groups)
-    return Layout(hello.namespace, hello.hash_bytes, groups, tuple(r.block_bytes for r in hello.regions))
+    sizes = tuple(region.block_bytes for region in hello.regions)
+    return Layout(hello.namespace, hello.hash_bytes, groups, sizes, hello.hash_tokens)

@@ -25,7 +25,9 @@ class EngineMemory:
     Their dtype is int64 where every offset and size allows it (torch gathers 8 bytes as fast as 1), else uint8.
     """
 
-    def __init__(self, maps: list[mmap.mmap], regions: Sequence[Region]) -> None:
+    def __init__(self, maps: list[mmap.mmap], regions: Sequence[Region], fds: Sequence[int] = ()) -> None:
+        self._fds = list(fds)
+        self._sizes = [len(mapping) for mapping in maps]
         self.regions = tuple(regions)
         self.blocks = min(region.blocks for region in regions)
         self.block_bytes = sum(region.block_bytes for region in regions)
@@ -38,8 +40,16 @@ class EngineMemory:
     def __repr__(self) -> str:
         return f"<EngineMemory {self.blocks} blocks of {self.block_bytes} bytes in {len(self.regions)} regions>"
 
+    def intact(self) -> bool:
+        """False if an object has shrunk below its mapping: to touch it then would end this process (SIGBUS)."""
+        held = zip(self._fds, self._sizes, strict=False)
+        return all(os.fstat(fd).st_size >= size for fd, size in held)
+
     def close(self) -> None:
         """Unmap. No copy that touches this memory may be running."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
         self.views.clear()
         self._maps.clear()
 
@@ -59,19 +69,30 @@ def attach(memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[
 
     Raises ControlError when a size, a region or a descriptor does not fit what was announced.
     """
+    opened: list[int] = []
     try:
         check_regions(memories, regions)
-        named = [memory for memory in memories if memory.shm_name is not None]
-        if len(fds) != len(memories) - len(named):
-            raise ControlError("bad_memory", "memories", "one descriptor for each memory without shm_name")
-        unused = iter(fds)
-        maps = [
-            _map_fd(next(unused), memory) if memory.shm_name is None else _map_name(memory) for memory in memories
-        ]
-        return EngineMemory(maps, regions)
+        held = _descriptors(memories, fds, opened)
+        maps = [_map_fd(fd, memory) for fd, memory in zip(held, memories, strict=True)]
+        for memory in memories:
+            if memory.shm_name is not None:
+                os.unlink(_path(memory.shm_name))
+        return EngineMemory(maps, regions, [os.dup(fd) for fd in held])
     finally:
-        for fd in fds:
+        for fd in (*fds, *opened):
             os.close(fd)
+
+
+def _descriptors(memories: Sequence[Memory], fds: Sequence[int], opened: list[int]) -> list[int]:
+    """One descriptor for each memory: the next one given, or its name's, which joins `opened`."""
+    if len(fds) != sum(memory.shm_name is None for memory in memories):
+        raise ControlError("bad_memory", "memories", "one descriptor for each memory without shm_name")
+    given, held = iter(fds), []
+    for memory in memories:
+        if memory.shm_name is not None:
+            opened.append(_open_name(memory.shm_name))
+        held.append(next(given) if memory.shm_name is None else opened[-1])
+    return held
 
 
 def check_regions(memories: Sequence[Memory], regions: Sequence[Region]) -> None:
@@ -104,27 +125,24 @@ def _map_fd(fd: int, memory: Memory) -> mmap.mmap:
 
 
 def _check_seals(fd: int) -> None:
-    """A memfd that shrinks under a mapping would kill this process with SIGBUS: it must be sealed against it."""
+    """A memfd can be sealed against shrinking, so it must be. Other objects are watched (`EngineMemory.intact`)."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:  # not a memfd or shmem file: there are no seals to ask for
+    except OSError:  # a plain file: it has no seals
         return
     if not seals & fcntl.F_SEAL_SHRINK and not seals & fcntl.F_SEAL_SEAL:
         raise ControlError("bad_memory", "memories", "a memfd sealed with F_SEAL_SHRINK")
 
 
-def _map_name(memory: Memory) -> mmap.mmap:
-    name = (memory.shm_name or "").removeprefix("/")
+def _path(shm_name: str) -> str:
+    name = shm_name.removeprefix("/")
     if not name or "/" in name or name.startswith("."):
         raise ControlError("bad_memory", "shm_name", "the plain name of a POSIX shared memory object")
-    path = os.path.join(SHM_DIR, name)
+    return os.path.join(SHM_DIR, name)
+
+
+def _open_name(shm_name: str) -> int:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(_path(shm_name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise ControlError("bad_memory", "shm_name", f"an object that can be opened ({error.strerror})") from error
-    try:
-        mapping = _map_fd(fd, memory)
-        os.unlink(path)
-        return mapping
-    finally:
-        os.close(fd)

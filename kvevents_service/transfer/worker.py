@@ -73,6 +73,8 @@ class CopyWorker:
     async def _perform(self, meta: TransferMeta, memory: EngineMemory) -> None:
         if self._clock() > meta.deadline:
             raise CopyFailed("past its deadline before its turn")
+        if not memory.intact():
+            raise CopyFailed("the engine's memory has shrunk below its mapping")
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(

@@ -69,6 +69,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False):
     """First frame of a session. `role` is "engine" (offers, looks up, loads) or "observer" (inspects).
 
+    `hash_tokens` is the number of tokens a hash unit has; 0: the block size, the same in all cacheable groups.
     `namespace` names everything that must agree for KV bytes to be interchangeable (model, weights revision,
     dtype, layout, hash seed). Blocks are never shared across namespaces.
     """
@@ -81,6 +82,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False)
     groups: list[GroupSpec] = []
     memories: list[Memory] = []
     regions: list[Region] = []
+    hash_tokens: int = 0
 
 
 class Step(msgspec.Struct, array_like=True, tag="step", frozen=True, gc=False):
@@ -96,24 +98,32 @@ class Step(msgspec.Struct, array_like=True, tag="step", frozen=True, gc=False):
 
 
 class Lookup(msgspec.Struct, array_like=True, tag="lookup", frozen=True, gc=False):
-    """How many leading blocks of this chain can be loaded? A hit is pinned for `lease_s` seconds."""
+    """How much of this prompt can be loaded? A hit is pinned for `lease_s` seconds.
+
+    `block_hashes` are those of consecutive hash units from token `start_tokens` on: what is before it is in the
+    engine already.
+    """
 
     call_id: int
     request_id: str
     block_hashes: bytes
     lease_s: float = 10.0
+    start_tokens: int = 0
 
 
 class Load(msgspec.Struct, array_like=True, tag="load", frozen=True, gc=False):
-    """Copy the first blocks of a leased hit into these engine blocks, group after group; ends the lease.
+    """Copy the first `units` hash units of a leased hit into engine blocks; ends the lease.
 
-    For g cacheable groups and n blocks of each, `block_ids` holds g * n int32.
+    `block_ids` holds, for each cacheable group in order, the int32 ids of the blocks that a prefix of this length
+    needs in that group (`core.groups.needed_blocks`; proto/SPEC.md has the rule). Where every group needs every
+    block, `units` may be None: the number of ids says it.
     """
 
     load_id: int
     request_id: str
     lease_id: int
     block_ids: bytes
+    units: int | None = None
 
 
 class Release(msgspec.Struct, array_like=True, tag="release", frozen=True, gc=False):
@@ -155,7 +165,7 @@ class StepDone(msgspec.Struct, array_like=True, tag="step_done", frozen=True, gc
 
 
 class Hit(msgspec.Struct, array_like=True, tag="hit", frozen=True, gc=False):
-    """Answer to a lookup: `blocks` leading blocks are pinned under `lease_id` (None when blocks is 0)."""
+    """Answer to a lookup: `blocks` leading hash units are pinned under `lease_id` (None when blocks is 0)."""
 
     call_id: int
     blocks: int
@@ -163,7 +173,7 @@ class Hit(msgspec.Struct, array_like=True, tag="hit", frozen=True, gc=False):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded", frozen=True, gc=False):
-    """The load has ended; in every group the first `blocks` destination blocks hold the right bytes."""
+    """The load has ended: all destinations hold the right bytes, for `blocks` hash units; with 0, none does."""
 
     load_id: int
     blocks: int

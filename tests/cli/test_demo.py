@@ -123,3 +123,10 @@ def test_tail_beside_a_running_demo_prints_one_object_per_event() -> None:
     assert (piped.returncode, piped.stderr.replace(f"following {pub}\n", "")) == (0, "")
     assert json.loads(piped.stdout)["type"] == "BlockStored"
     assert_true(demo.summary())
+
+
+def test_a_hybrid_model_with_adapters_and_salts_ends_true() -> None:
+    summary = Demo("--model", "hybrid", "--requests", "120").summary()
+    assert_true(summary)
+    assert summary["hit_tokens"] > 0
+    assert summary["bytes_verified"] > 0

@@ -1,22 +1,27 @@
-"""A family of branching prompts. The hash of a block says its tokens, parent, adapter and extra keys: the truth."""
+"""A family of branching prompts. The hash of a unit says its tokens, parent, adapter and extra keys: the truth.
+
+Prompts that differ only by adapter, salt or image have the same tokens and other hashes.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from core.models import UNIT
 from kvevents_service.wire.control import GroupSpec, Offer
 from kvevents_service.wire.packing import pack_int32
 
-BLOCK_SIZE = 2
-MAX_DEPTH = 6
-FULL = GroupSpec(0, "full_attention", BLOCK_SIZE)
-LATENT = GroupSpec(1, "mla_attention", BLOCK_SIZE)
-SCRATCH = GroupSpec(1, "mamba", BLOCK_SIZE, None, False)
+FULL = GroupSpec(0, "full_attention", UNIT)
+LATENT = GroupSpec(1, "mla_attention", UNIT)
+SCRATCH = GroupSpec(1, "mamba", UNIT, None, False)
 
 Path = tuple[int, ...]
-"""Which branch a prompt took at each block. The first one is its adapter too."""
+"""Which branch a prompt took at each unit. The first one says its adapter (bit 0) and salt (bit 1)."""
+
+PATHS: dict[int, Path] = {}
+"""The prompt that ends in a hash, by the hash's low 64 bits."""
 
 
 class Block(NamedTuple):
@@ -27,54 +32,91 @@ class Block(NamedTuple):
     parent: bytes | None
     lora_id: int | None
     lora_name: str | None
-    extra_key: tuple[object, ...] | None
+    extra_key: tuple[Any, ...] | None
 
-    @property
-    def key64(self) -> int:
-        return int.from_bytes(self.block_hash[-8:], "big")
+
+def key64(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def tokens_of(path: Path) -> tuple[int, ...]:
+    """The tokens of its last unit."""
+    branch = path[-1] >> (1 if path[1:] else 2)
+    return tuple(1000 * len(path) + 10 * branch + place for place in range(UNIT))
+
+
+def lora_of(path: Path) -> tuple[int, str] | tuple[None, None]:
+    return (7, "ada") if path[0] & 1 else (None, None)
+
+
+def image_of(path: Path) -> list[Any]:
+    """The image that its last unit shows a part of."""
+    return [("image", len(path))] if path[1:] and path[-1] & 1 else []
+
+
+def salt_of(path: Path) -> list[Any]:
+    return [f"salt {path[0]}"] if path[0] & 2 else []
 
 
 @lru_cache(None)
-def block(path: Path) -> Block:
-    parent = block(path[:-1]).block_hash if path[:-1] else None
-    tokens = tuple(1000 * len(path) + 10 * path[-1] + place for place in range(BLOCK_SIZE))
-    lora = (7, "ada") if path[0] else (None, None)
-    extra = ("image", len(path)) if path[-1] else None
-    block_hash = sha256((parent or b"") + pack_int32(tokens) + repr((lora, extra)).encode()).digest()
-    BY_KEY64[int.from_bytes(block_hash[-8:], "big")] = found = Block(block_hash, tokens, parent, *lora, extra)
+def unit_hash(path: Path) -> bytes:
+    """The hash of the last unit of a prompt."""
+    parent = unit_hash(path[:-1]) if path[1:] else b""
+    keys = (lora_of(path), image_of(path), salt_of(path) if not path[1:] else [])
+    found = sha256(parent + pack_int32(tokens_of(path)) + repr(keys).encode()).digest()
+    PATHS[key64(found)] = path
     return found
 
 
-BY_KEY64: dict[int, Block] = {}
+@lru_cache(None)
+def block(path: Path, units: int = 1) -> Block:
+    """The block of so many units that ends where the prompt does."""
+    assert len(path) % units == 0
+    ends = [path[:depth] for depth in range(len(path) - units + 1, len(path) + 1)]
+    tokens = tuple(token for end in ends for token in tokens_of(end))
+    before = path[: len(path) - units]
+    lora_id, lora_name = lora_of(path)
+    extra = [lora_name] if lora_name else []
+    extra += [image for end in ends for image in image_of(end)]
+    extra += salt_of(path) if not before else []
+    parent = unit_hash(before) if before else None
+    return Block(unit_hash(path), tokens, parent, lora_id, lora_name, tuple(extra) or None)
 
 
-def chain(path: Path) -> list[Block]:
-    return [block(path[:depth]) for depth in range(1, len(path) + 1)]
+def units_of(group: GroupSpec) -> int:
+    return group.block_size // UNIT
 
 
-def chain_to(key64: int) -> list[Block]:
-    """The prompt that ends in this block."""
-    found = BY_KEY64[key64]
-    before = [] if found.parent is None else chain_to(int.from_bytes(found.parent[-8:], "big"))
-    return [*before, found]
+def block_at(path: Path, group: GroupSpec, number: int) -> Block:
+    """A logical block of a prompt."""
+    units = units_of(group)
+    return block(path[: (number + 1) * units], units)
 
 
-def hashes(path: Path) -> bytes:
-    return b"".join(item.block_hash for item in chain(path))
+def blocks_of(path: Path, group: GroupSpec) -> int:
+    """How many whole blocks a prompt has."""
+    return len(path) // units_of(group)
 
 
-def offer(path: Path, block_ids: list[int], start: int = 0, group: int = 0, request_id: str = "r") -> Offer:
-    """Blocks [start, len(path)) of a prompt."""
-    blocks = chain(path)[start:]
-    extra = [item.extra_key for item in blocks]
+def hashes(path: Path, start: int = 0) -> bytes:
+    """The packed hashes of its units from this one on."""
+    return b"".join(unit_hash(path[:depth]) for depth in range(start + 1, len(path) + 1))
+
+
+def offer(
+    path: Path, block_ids: list[int], first: int = 0, group: GroupSpec = FULL, request_id: str = "r"
+) -> Offer:
+    """The logical blocks from `first` on, as many as there are ids."""
+    own = [block_at(path, group, first + place) for place in range(len(block_ids))]
+    extra = [item.extra_key for item in own]
     return Offer(
         request_id,
-        group,
-        b"".join(item.block_hash for item in blocks),
-        pack_int32([token for item in blocks for token in item.token_ids]),
+        group.index,
+        b"".join(item.block_hash for item in own),
+        pack_int32([token for item in own for token in item.token_ids]),
         pack_int32(block_ids),
-        blocks[0].parent,
-        blocks[0].lora_id,
-        blocks[0].lora_name,
+        own[0].parent,
+        own[0].lora_id,
+        own[0].lora_name,
         extra if any(extra) else None,
     )

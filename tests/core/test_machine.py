@@ -1,30 +1,56 @@
-"""The offload scheduler under every order of events that hypothesis can think of (I1-I4, I6-I9, I12)."""
+"""The offload scheduler under every order of events that hypothesis can think of (I1-I4, I6-I9, I12).
+
+Models of one to three groups: full attention beside windows, chunks and states, blocks of one, two or three units.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from core.prompts import FULL, LATENT, MAX_DEPTH, SCRATCH, Path, block, chain, chain_to, offer
+from core.models import MODELS, PREFIX, UNIT, Groups, needed, step_tokens
+from core.prompts import FULL, PATHS, Path, block_at, blocks_of, hashes, key64, offer, units_of
 from core.world import ENGINE_BLOCKS, MEDIUM, Grant, World
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.errors import ControlError
-from kvevents_service.wire.control import Load, Lookup, Offer, Release, Step
+from kvevents_service.wire.control import GroupSpec, Load, Lookup, Offer, Release, Step
 from kvevents_service.wire.packing import pack_int32
 
-LIMITS = Limits(max_pending_blocks=14, max_leases=3, max_lease_s=20.0)
-MODELS = {"one group": (FULL, SCRATCH), "two groups": (FULL, LATENT, msgspec.structs.replace(SCRATCH, index=2))}
+LIMITS = Limits(max_pending_blocks=24, max_leases=3, max_lease_s=20.0)
+MAX_DEPTH = 12
 
-paths = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=MAX_DEPTH).map(tuple)
+branches = st.lists(st.sampled_from([0, 0, 0, 0, 1, 2]), max_size=MAX_DEPTH - 1)
+paths = st.builds(lambda root, rest: (root, *rest), st.sampled_from([0, 0, 0, 1, 2, 3]), branches)
+whole_paths = st.builds(
+    lambda root, rest: (root, *rest), st.sampled_from([0, 0, 1, 2]), st.sampled_from([[0] * 5, [0] * 11])
+)
 requests = st.sampled_from(["a", "b"])
 places = st.integers(0, 1)
 few_requests = st.lists(requests, max_size=1)
+starts = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 6])
+shares = st.sampled_from([99, 99, 1, 2, 3])
+holes_s = st.integers(0, 2**MAX_DEPTH - 1)
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Runs of consecutive numbers."""
+    pairs = enumerate(sorted(numbers))
+    return [[number for _, number in run] for _, run in groupby(pairs, lambda pair: pair[1] - pair[0])]
 
 
 def _cut_tokens(good: Offer) -> Offer:
@@ -66,15 +92,16 @@ mutations = st.sampled_from([None] * 12 + FAULTS)
 class Offloading(RuleBasedStateMachine):
     """Two engines, a tier far too small for them, copies that end in any order."""
 
+    model: Groups
     world: World
     now = 0.0
 
-    @initialize(capacity=st.integers(4, 12), model=st.sampled_from(sorted(MODELS)))
-    def start(self, capacity: int, model: str) -> None:
-        self.groups = len(MODELS[model])
-        spec = TierSpec(MEDIUM, capacity, 32, MODELS[model])
-        self.world = World(OffloadScheduler(spec, LIMITS))
+    @initialize(capacity=st.integers(4, 20))
+    def start(self, capacity: int) -> None:
+        self.world = World(OffloadScheduler(TierSpec(MEDIUM, capacity, 32, self.model, UNIT), LIMITS))
         self.scheduler = self.world.scheduler
+        self.groups = self.world.groups
+        self.step_units = step_tokens(self.model) // UNIT
         self.sessions = [1, 2]
         for session_id in self.sessions:
             self.world.hello(session_id)
@@ -90,29 +117,55 @@ class Offloading(RuleBasedStateMachine):
 
     @rule(place=places, data=st.data(), finished=few_requests, preempted=few_requests)
     def step(self, place: int, data: Any, finished: list[str], preempted: list[str]) -> None:
-        offers = [self.offer(data) for _ in range(data.draw(st.integers(1, 3)))]
+        offers = [found for _ in range(data.draw(st.integers(1, 3))) for found in self.some_offer(data)]
         step = Step(self.next_id(), offers, finished, preempted)
         self.world.step(self.sessions[place], step, self.now)
+
+    def some_offer(self, data: Any) -> list[Offer]:
+        """The end of a prompt's table in some group; it may be bad."""
+        path = data.draw(paths)
+        group = data.draw(st.sampled_from(self.model))
+        blocks = blocks_of(path, group)
+        if not blocks:
+            return []
+        first = data.draw(st.sampled_from([0, 0, blocks // 2, blocks - 1]))
+        good = offer(path, self.block_ids(blocks - first), first, group)
+        mutate = data.draw(mutations)
+        if mutate is _foreign_parent and group.kind not in PREFIX:
+            return [good]  # only the engine knows the parent of a block that stands for itself
+        return [good if mutate is None else mutate(good)]
 
     @rule(place=places, path=paths, extra=paths)
     def branch_within_a_step(self, place: int, path: Path, extra: Path) -> None:
         """A prompt and another one that leaves it anywhere."""
         both = (path[: len(path) // 2 + 1] + extra)[:MAX_DEPTH]
-        offers = [offer(whole, self.block_ids(len(whole)), group=0) for whole in (path, both)]
+        self.store(
+            place, [found for group in self.groups for whole in (path, both) for found in self.table(whole, group)]
+        )
+
+    def store(self, place: int, offers: list[Offer]) -> None:
         self.world.step(self.sessions[place], Step(self.next_id(), offers), self.now)
 
-    def offer(self, data: Any) -> Offer:
-        path = data.draw(paths)
-        start = data.draw(st.sampled_from([0, 0, len(path) // 2, len(path) - 1]))
-        group = data.draw(st.integers(0, self.groups - 1))
-        good = offer(path, self.block_ids(len(path) - start), start, group)
-        mutate = data.draw(mutations)
-        return good if mutate is None else mutate(good)
+    def table(self, path: Path, group: GroupSpec, numbers: Iterable[int] | None = None) -> list[Offer]:
+        """These logical blocks of a prompt, all of them if not said: one offer a run without null blocks."""
+        wanted = range(blocks_of(path, group)) if numbers is None else numbers
+        runs = [[number] for number in wanted] if group.kind == "mamba" else _runs(wanted)
+        return [offer(path, self.block_ids(len(run)), run[0], group) for run in runs]
 
-    @rule(place=places, path=paths)
-    def store_in_every_group(self, place: int, path: Path) -> None:
-        offers = [offer(path, self.block_ids(len(path)), group=group) for group in self.world.cacheable]
-        self.world.step(self.sessions[place], Step(self.next_id(), offers), self.now)
+    @rule(place=places, path=paths, holes=holes_s)
+    def store_with_holes(self, place: int, path: Path, holes: int) -> None:
+        """Full attention has every block; elsewhere some are null by now."""
+        offers = []
+        for group in self.groups:
+            present = [n for n in range(blocks_of(path, group)) if group.kind in PREFIX or not holes >> n & 1]
+            offers += self.table(path, group, present)
+        self.store(place, offers)
+
+    @rule(place=places, path=paths | whole_paths)
+    def store_like_an_engine(self, place: int, path: Path) -> None:
+        """What a hit at the last boundary will need, and no more."""
+        tokens = len(path) // self.step_units * self.step_units * UNIT
+        self.store(place, [one for group in self.groups for one in self.table(path, group, needed(group, tokens))])
 
     # copies
 
@@ -134,55 +187,101 @@ class Offloading(RuleBasedStateMachine):
 
     # loads
 
-    @rule(place=places, request_id=requests, path=paths, start=st.sampled_from([0, 0, 0, 1]), lease_s=leases_s)
+    @rule(place=places, request_id=requests, path=paths | whole_paths, start=starts, lease_s=leases_s)
     def lookup(self, place: int, request_id: str, path: Path, start: int, lease_s: float) -> None:
-        self.look_up(place, request_id, [item.block_hash for item in chain(path)[start:]], lease_s)
+        self.look_up(place, request_id, path, min(start, len(path)), lease_s)
 
     @precondition(lambda self: len(self.world.fold))
-    @rule(place=places, request_id=requests, data=st.data())
-    def lookup_and_load_residents(self, place: int, request_id: str, data: Any) -> None:
-        tail = data.draw(st.sampled_from(sorted(self.world.fold.hashes(MEDIUM, 0)) or [block((0,)).key64]))
-        grant = self.look_up(place, request_id, [item.block_hash for item in chain_to(tail)], 5.0)
-        if grant is not None:
-            blocks = data.draw(st.integers(1, len(grant.hashes)))
-            self.load_blocks(grant.session_id, grant, blocks * len(self.world.cacheable))
+    @rule(place=places, request_id=requests, data=st.data(), start=starts, share=shares)
+    def lookup_and_load_residents(self, place: int, request_id: str, data: Any, start: int, share: int) -> None:
+        tails = sorted({key for shelf in self.world.fold.shelves.values() for key in shelf})
+        path = PATHS[data.draw(st.sampled_from(tails))]
+        self.serve(place, request_id, path + (0,) * (-len(path) % self.step_units), start, share)
 
-    def look_up(self, place: int, request_id: str, names: list[bytes], lease_s: float) -> Grant | None:
-        call = Lookup(self.next_id(), request_id, b"".join(names), lease_s)
+    @rule(place=places, request_id=requests, path=whole_paths, more=branches, start=starts, share=shares)
+    def store_and_load(
+        self, place: int, request_id: str, path: Path, more: list[int], start: int, share: int
+    ) -> None:
+        """A prompt and, when it is stored, one that goes on from it."""
+        self.store_like_an_engine(place, path)
+        while self.world.pending:
+            self.world.settle(0, good=True)
+        self.serve(place, request_id, (*path, *more), start, share)
+
+    def serve(self, place: int, request_id: str, path: Path, start: int, share: int) -> None:
+        """Look up behind a local prefix, and load the first `share` steps of the hit."""
+        if start > 1:  # else it may be in the middle of a block
+            start = start // self.step_units * self.step_units
+        grant = self.look_up(place, request_id, path, start if start < len(path) else 0, 5.0)
+        if grant is not None:
+            units = min(grant.units, share * self.step_units)
+            self.load_units(grant.session_id, grant, units, said=True, off=0)
+
+    def look_up(self, place: int, request_id: str, path: Path, start: int, lease_s: float) -> Grant | None:
+        call = Lookup(self.next_id(), request_id, hashes(path, start), lease_s, start * UNIT)
         full = len(self.world.live) >= LIMITS.max_leases
         hit = self.scheduler.lookup(self.sessions[place], call, self.now)
         assert hit.call_id == call.call_id
-        assert hit.blocks == (0 if full else self.world.ready_depth(names))
+        assert hit.blocks == (0 if full else self.world.servable(path, start))
         assert (hit.lease_id is None) == (hit.blocks == 0)
         if hit.lease_id is None:
             return None
         deadline = self.now + min(lease_s, LIMITS.max_lease_s)
-        granted = tuple(names[: hit.blocks])
-        grant = Grant(hit.lease_id, self.sessions[place], request_id, granted, deadline, self.world.resets)
+        grant = Grant(
+            hit.lease_id, self.sessions[place], request_id, path, start, hit.blocks, deadline, self.world.resets
+        )
         self.world.lookup_granted(grant)
         return grant
 
     @precondition(lambda self: self.world.grants)
-    @rule(data=st.data(), other_session=st.sampled_from([False] * 7 + [True]))
-    def load(self, data: Any, other_session: bool) -> None:
-        """All, fewer, too many, none, or an odd number of blocks; of a lease that may have ended."""
+    @rule(
+        data=st.data(),
+        other_session=st.sampled_from([False] * 7 + [True]),
+        said=st.booleans(),
+        off=st.sampled_from([0] * 6 + [-2, -1, 1]),
+    )
+    def load(self, data: Any, other_session: bool, said: bool, off: int) -> None:
+        """All, fewer, too many or no units, and blocks that do not fit them; of a lease that may have ended."""
         grant = data.draw(st.sampled_from(self.world.grants[-6:]))
         session_id = grant.session_id
         if other_session or session_id not in self.sessions:
             session_id = next(s for s in self.sessions if s != session_id)
-        every = len(grant.hashes) * len(self.world.cacheable)
-        blocks = data.draw(st.sampled_from([every] * 3 + list(range(every + 3))))
-        self.load_blocks(session_id, grant, blocks)
+        most = grant.units + self.step_units
+        units = data.draw(st.sampled_from([grant.units] * 3 + list(range(0, most + 1, self.step_units)) + [1, -1]))
+        self.load_units(session_id, grant, units, said=said, off=off)
 
-    def load_blocks(self, session_id: int, grant: Grant, blocks: int) -> None:
-        """A copy starts if, and only if, the lease is alive and the blocks are some of the hit's in every group."""
-        each, odd = divmod(blocks, len(self.world.cacheable))
+    def load_units(self, session_id: int, grant: Grant, units: int, *, said: bool, off: int) -> None:
+        """A copy starts if, and only if, the lease is alive and every block it takes is there and has its place."""
+        end, start = (grant.start + units) * UNIT, grant.start * UNIT
+        blocks = sum(len(needed(group, end, start)) for group in self.groups) if units > 0 else 0
+        blocks = max(0, blocks + off)
         alive = grant.lease_id in self.world.live and session_id == grant.session_id
-        valid = grant.resets == self.world.resets and 0 < each <= len(grant.hashes) and not odd
+        valid = grant.resets == self.world.resets and self.fits(grant, units, blocks, said=said)
         under_way = len(self.scheduler.loads)
-        load = Load(self.next_id(), grant.request_id, grant.lease_id, pack_int32(self.block_ids(blocks)))
-        self.world.load(session_id, load, self.now)
+        ids = pack_int32(self.block_ids(blocks))
+        load = Load(self.next_id(), grant.request_id, grant.lease_id, ids, units if said else None)
+        self.world.load(session_id, load, units, self.now)
         assert len(self.scheduler.loads) - under_way == (alive and valid)
+
+    def fits(self, grant: Grant, units: int, blocks: int, *, said: bool) -> bool:
+        """Not said, the number of units is that of the blocks, where each group takes every block."""
+        if not said and any(group.kind not in PREFIX for group in self.groups):
+            return False
+        if not 0 < units <= grant.units or units % self.step_units:
+            return False
+        wanted = self.world.contents(grant.path, grant.start + units, grant.start)
+        return blocks == len(wanted) and self.world.resident(wanted)
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data())
+    def load_what_was_looked_up_before_a_reset(self, data: Any) -> None:
+        """The same blocks are there again, and it is still not the hit that was promised."""
+        grant = self.world.live[data.draw(st.sampled_from(sorted(self.world.live)))]
+        self.world.reset(grant.session_id)
+        self.store_like_an_engine(self.sessions.index(grant.session_id), grant.path)
+        while self.world.pending:
+            self.world.settle(0, good=True)
+        self.load_units(grant.session_id, grant, grant.units, said=True, off=0)
 
     @precondition(lambda self: self.world.grants)
     @rule(place=places, data=st.data())
@@ -250,17 +349,20 @@ class Offloading(RuleBasedStateMachine):
 
     def fill_the_tier(self) -> None:
         """Whatever happened before, every block can still leave: a fresh prompt takes the whole tier."""
+        group = next(group for group in self.groups if group.kind in PREFIX)
         capacity = self.world.pool.capacity
-        fresh = offer((2,) * capacity, self.block_ids(capacity))
-        self.world.step(self.sessions[0], Step(self.next_id(), [fresh]), self.now)
+        path = (4,) * (capacity * units_of(group))
+        self.store(0, self.table(path, group))
         self.world.settle(0, good=True)
         self.world.check()
-        assert self.world.fold.hashes(MEDIUM, 0) == {item.key64 for item in chain((2,) * capacity)}
+        wanted = {key64(block_at(path, group, number).block_hash) for number in range(capacity)}
+        assert self.world.fold.hashes(MEDIUM, group.index) == wanted
+        assert len(self.world.fold) == capacity
 
 
 def _bad_step(**fields: Any) -> Any:
     def act(scheduler: OffloadScheduler, session_id: int, path: Path, now: float) -> None:
-        good = offer(path, list(range(len(path))))
+        good = offer(path, list(range(len(path))), group=FULL)
         scheduler.step(session_id, Step(1, [good, msgspec.structs.replace(good, **fields)], ["a"]), now)
 
     return act
@@ -268,7 +370,7 @@ def _bad_step(**fields: Any) -> Any:
 
 def _bad_lookup(**fields: Any) -> Any:
     def act(scheduler: OffloadScheduler, session_id: int, path: Path, now: float) -> None:
-        good = Lookup(1, "a", b"".join(item.block_hash for item in chain(path)))
+        good = Lookup(1, "a", hashes(path))
         scheduler.lookup(session_id, msgspec.structs.replace(good, **fields), now)
 
     return act
@@ -283,7 +385,7 @@ def _bad_load(block_ids: bytes) -> Any:
 
 
 REFUSED = {
-    "step: group": _bad_step(group=3),
+    "step: group": _bad_step(group=9),
     "step: negative group": _bad_step(group=-1),
     "step: block id too high": _bad_step(block_ids=pack_int32([ENGINE_BLOCKS])),
     "step: negative block id": _bad_step(block_ids=pack_int32([-1])),
@@ -291,6 +393,8 @@ REFUSED = {
     "lookup: hashes": _bad_lookup(block_hashes=b"\1" * 33),
     "lookup: nan": _bad_lookup(lease_s=float("nan")),
     "lookup: negative": _bad_lookup(lease_s=-0.001),
+    "lookup: start within a unit": _bad_lookup(start_tokens=UNIT + 1),
+    "lookup: negative start": _bad_lookup(start_tokens=-UNIT),
     "load: block id too high": _bad_load(pack_int32([ENGINE_BLOCKS])),
     "load: not int32": _bad_load(b"\0\0"),
 }
@@ -311,5 +415,14 @@ def _fingerprint(scheduler: OffloadScheduler) -> tuple[Any, ...]:
     )
 
 
-Offloading.TestCase.settings = settings(max_examples=400, stateful_step_count=60, deadline=None)
-TestOffloading = Offloading.TestCase
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+"""Not `explain`: it traces every line, outlasts the timeout of a test, and so hides the failure."""
+
+SETTINGS = settings(max_examples=40, stateful_step_count=50, deadline=None, phases=PHASES)
+
+
+@pytest.mark.timeout(400)  # shrinking a failure takes up to five minutes
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_offloading(model: str) -> None:
+    machine = type("Offloading", (Offloading,), {"model": MODELS[model]})
+    run_state_machine_as_test(machine, settings=SETTINGS)

@@ -34,7 +34,7 @@ EF = make_chain(range(50, 54), 2)
 
 
 def open_tier(capacity: int = 4, groups: tuple[GroupSpec, ...] = ONE, **limits: float) -> OffloadScheduler:
-    scheduler = OffloadScheduler(TierSpec("CPU", capacity, 32, groups), Limits(**limits))  # type: ignore[arg-type]
+    scheduler = OffloadScheduler(TierSpec("CPU", capacity, 32, groups, groups[0].block_size), Limits(**limits))  # type: ignore[arg-type]
     scheduler.hello(1, 100)
     scheduler.hello(2, 100)
     return scheduler

@@ -7,9 +7,10 @@ what is announced is there, what is copied is free to be written, what is answer
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from core.prompts import BY_KEY64
+from core.models import PREFIX, UNIT, cacheable, needed, step_tokens
+from core.prompts import PATHS, Block, Path, block, block_at, key64, units_of
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.metadata import Announcement, TransferMeta
@@ -17,7 +18,7 @@ from kvevents_service.core.residency import Residency
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.wire.codec import decode_batch, encode_batch
-from kvevents_service.wire.control import Load, Loaded, Reset, ResetDone, Step, StepDone
+from kvevents_service.wire.control import GroupSpec, Load, Loaded, Reset, ResetDone, Step, StepDone
 from kvevents_service.wire.events import BlockRemoved, BlockStored, Event, EventBatch
 from kvevents_service.wire.packing import unpack_int32
 
@@ -33,14 +34,24 @@ class Content(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """A lease as the engine knows it."""
+    """A lease as the engine knows it: units [start, start + units) of a prompt."""
 
     lease_id: int
     session_id: int
     request_id: str
-    hashes: tuple[bytes, ...]
+    path: Path
+    start: int
+    units: int
     deadline: float
     resets: int
+
+
+class Order(NamedTuple):
+    """A load that the engine waits for: the lease it was made with, if that lived, and the blocks it goes to."""
+
+    grant: Grant | None
+    units: int
+    block_ids: list[int]
 
 
 class Writer:
@@ -57,7 +68,8 @@ class World:
     def __init__(self, scheduler: OffloadScheduler) -> None:
         self.scheduler = scheduler
         self.pool = scheduler.pool
-        self.cacheable = [group.index for group in scheduler.tier.spec.groups if group.cacheable]
+        self.model = scheduler.tier.spec.groups
+        self.groups = cacheable(self.model)
         self.arena: list[Content | None] = [None] * self.pool.capacity
         self.engines: dict[int, dict[int, Content | None]] = {}
         self.fold = Residency()
@@ -65,7 +77,7 @@ class World:
         self.writers: dict[int, Writer] = {}
         self.pending: list[TransferMeta] = []
         self.steps: dict[tuple[int, int], int] = {}
-        self.loads: dict[tuple[int, int], tuple[Grant | None, list[int]]] = {}
+        self.loads: dict[tuple[int, int], Order] = {}
         self.live: dict[int, Grant] = {}
         self.grants: list[Grant] = []
         self.resets = self.stored = self.last_id = 0
@@ -102,10 +114,11 @@ class World:
         grant = self.live.get(lease_id)
         return self.live.pop(lease_id) if grant is not None and grant.session_id == session_id else None
 
-    def load(self, session_id: int, load: Load, now: float) -> None:
+    def load(self, session_id: int, load: Load, units: int, now: float) -> None:
+        """`units` is what the engine means, whether it says so or not."""
         ids = unpack_int32(load.block_ids).tolist()
         commands = self.scheduler.load(session_id, load, now)
-        self.loads[session_id, load.load_id] = (self.take(session_id, load.lease_id), ids)
+        self.loads[session_id, load.load_id] = Order(self.take(session_id, load.lease_id), units, ids)
         self.perform(commands)
 
     def end_request(self, session_id: int, request_id: str, *, preempt: bool) -> None:
@@ -164,24 +177,30 @@ class World:
 
     def _check_stored(self, event: BlockStored) -> None:
         """I7: complete and true. I1, I2: the bytes are there, from a copy that ended well and still counts."""
-        spec = self.scheduler.tier.spec.groups[event.group_idx or 0]
+        assert event.group_idx is not None
+        spec = self.model[event.group_idx]
         assert (event.block_size, event.medium, event.locality) == (spec.block_size, MEDIUM, "LOCAL")
-        assert (event.kv_cache_spec_kind, event.group_idx) == (spec.kind, spec.index)
+        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (spec.kind, spec.sliding_window)
         assert spec.cacheable
         assert event.block_hashes
         assert len(event.token_ids) == len(event.block_hashes) * spec.block_size
+        assert event.extra_keys is None or len(event.extra_keys) == len(event.block_hashes)
         parent = event.parent_block_hash
         for place, key in enumerate(event.block_hashes):
-            truth = BY_KEY64[int(key)]
-            assert parent == (truth.parent and int.from_bytes(truth.parent[-8:], "big"))
+            truth = self.truth(spec, int(key))
+            assert parent == (truth.parent and key64(truth.parent))
             tokens = event.token_ids[place * spec.block_size : (place + 1) * spec.block_size]
             assert tuple(tokens) == truth.token_ids
             assert (event.lora_id, event.lora_name) == (truth.lora_id, truth.lora_name)
             extra = event.extra_keys[place] if event.extra_keys is not None else None
-            assert (None if extra is None else tuple(extra)) == truth.extra_key
+            assert _as_given(extra) == truth.extra_key
             self._check_bytes(spec.index, truth.block_hash)
             parent = key
         self.stored += len(event.block_hashes)
+
+    def truth(self, group: GroupSpec, key: int) -> Block:
+        """What is so of the block of this group that a hash names."""
+        return block(PATHS[key], units_of(group))
 
     def _check_bytes(self, group: int, block_hash: bytes) -> None:
         slot = self.pool.slot_of(group, block_hash)
@@ -189,7 +208,7 @@ class World:
         assert self.arena[slot] == Content(group, block_hash)
         assert self.writers[slot].copied
         assert not self.writers[slot].void
-        self.located[group, int.from_bytes(block_hash[-8:], "big")] = slot
+        self.located[group, key64(block_hash)] = slot
 
     def _start(self, transfer: TransferMeta) -> None:
         assert 0 < len(transfer.slots) == len(transfer.engine_blocks) == len(set(transfer.slots))
@@ -216,15 +235,14 @@ class World:
         return [done.stored, done.known, done.declined]
 
     def _loaded(self, session_id: int, loaded: Loaded) -> None:
-        grant, ids = self.loads.pop((session_id, loaded.load_id))
+        grant, units, ids = self.loads.pop((session_id, loaded.load_id))
         self._check_no_copy("load", session_id, loaded.load_id)
         if not loaded.blocks:
             return
         assert grant is not None
-        assert loaded.blocks * len(self.cacheable) == len(ids)
+        assert loaded.blocks == units
         assert grant.resets == self.resets, "bytes from before a reset"
-        each = len(ids) // len(self.cacheable)
-        wanted = [Content(group, name) for group in self.cacheable for name in grant.hashes[:each]]
+        wanted = self.contents(grant.path, grant.start + units, grant.start)
         assert [self.engines[session_id][block_id] for block_id in ids] == wanted, "wrong KV bytes"
 
     def _check_no_copy(self, kind: str, session_id: int, owner_id: int) -> None:
@@ -258,16 +276,13 @@ class World:
         self.pool.check()
         self.fold.check()
         stats = self.scheduler.stats()
-        for group in range(len(self.pool.index)):
-            ready = self.pool.ready_hashes(group)
-            assert {block_key(name) for name in ready} == self.fold.hashes(MEDIUM, group)
-            assert len(ready) == len(self.fold.hashes(MEDIUM, group))
-            for name in ready:
-                self._check_bytes(group, name)
-                self._check_snapshot(group, name)
-        for grant in [*self.live.values(), *(grant for grant, _ in self.loads.values() if grant)]:
-            lost = grant.resets == self.resets and self.ready_depth(list(grant.hashes)) < len(grant.hashes)
-            assert not lost, "a hit that was promised has left"
+        for group in self.model:
+            self._check_group(group)
+        promised = [(grant, grant.units) for grant in self.live.values()]
+        promised += [(grant, units) for grant, units, _ in self.loads.values() if grant]
+        for grant, units in promised:
+            kept = self.resident(self.contents(grant.path, grant.start + units, grant.start))
+            assert kept or grant.resets != self.resets, "a hit that was promised has left"
         assert stats["blocks_resident"] == len(self.fold) == self.pool.count(READY)
         assert stats["blocks_stored"] == self.fold.stored == self.stored
         assert stats["blocks_removed"] == self.fold.removed
@@ -277,23 +292,53 @@ class World:
         assert stats["transfers"] == owed
         assert self.pending or not owed, "nothing is under way, yet somebody is still waited for"
 
-    def _check_snapshot(self, group: int, block_hash: bytes) -> None:
+    def _check_group(self, group: GroupSpec) -> None:
+        """I4: stream == pool. I6: prefix-closed where the kind asks for it, every block for itself elsewhere."""
+        ready = self.pool.ready_hashes(group.index)
+        resident = self.fold.hashes(MEDIUM, group.index)
+        assert {key64(name) for name in ready} == resident
+        assert group.cacheable or not self.pool.index[group.index]
+        for name in ready:
+            truth = self.truth(group, key64(name))
+            self._check_bytes(group.index, name)
+            self._check_snapshot(group, truth)
+            if group.kind in PREFIX:
+                assert truth.parent is None or key64(truth.parent) in resident
+            else:
+                assert self.pool.parent_of(self.located[group.index, key64(name)]) is None
+
+    def _check_snapshot(self, group: GroupSpec, truth: Block) -> None:
         """What can be told of a resident block long after it was announced."""
-        slot = self.pool.slot_of(group, block_hash)
-        meta = None if slot is None else self.pool.meta_of(slot)
+        meta = self.pool.meta_of(self.located[group.index, key64(truth.block_hash)])
         assert meta is not None
-        truth = BY_KEY64[block_key(block_hash)]
+        assert meta.group == group
         extra = meta.extra_keys[0] if meta.extra_keys else None
-        assert (meta.block_hashes, meta.parent_block_hash, extra) == (block_hash, truth.parent, truth.extra_key)
+        assert (meta.block_hashes, meta.parent_block_hash) == (truth.block_hash, truth.parent)
+        assert (meta.lora_id, meta.lora_name, extra) == (truth.lora_id, truth.lora_name, truth.extra_key)
         assert tuple(unpack_int32(meta.token_ids)) == truth.token_ids
 
-    def ready_depth(self, names: list[bytes]) -> int:
-        """The longest prefix of these hashes that the stream says every group has."""
-        depth = 0
-        shelves = [self.fold.hashes(MEDIUM, group) for group in self.cacheable]
-        while depth < len(names) and all(block_key(names[depth]) in shelf for shelf in shelves):
-            depth += 1
-        return depth
+    # what is served
+
+    def contents(self, path: Path, end: int, start: int) -> list[Content]:
+        """What a prefix of `end` units needs that begins behind `start` local ones, group after group."""
+        return [
+            Content(group.index, block_at(path, group, number).block_hash)
+            for group in self.groups
+            for number in needed(group, end * UNIT, start * UNIT)
+        ]
+
+    def resident(self, contents: list[Content]) -> bool:
+        """The stream says that all of this can be loaded."""
+        shelves = [self.fold.hashes(MEDIUM, group) for group in range(len(self.model))]
+        return all(key64(item.block_hash) in shelves[item.group] for item in contents)
+
+    def servable(self, path: Path, start: int = 0) -> int:
+        """Units behind `start` that every group can serve: the longest of all lengths, each one tried."""
+        step = step_tokens(self.model) // UNIT
+        if start % step:
+            return 0
+        lengths = [end for end in range(len(path), start, -1) if end % step == 0]
+        return next((end - start for end in lengths if self.resident(self.contents(path, end, start))), 0)
 
     def check_idle(self) -> None:
         """I12: with everything ended, nothing is held."""
@@ -304,5 +349,6 @@ class World:
         assert pool.free_slots + len(self.fold) == pool.capacity
 
 
-def block_key(block_hash: bytes) -> int:
-    return int.from_bytes(block_hash[-8:], "big")
+def _as_given(extra: Any) -> Any:
+    """An entry of extra_keys with the tuples that msgpack made lists of."""
+    return extra and tuple(tuple(value) if isinstance(value, list) else value for value in extra)

@@ -149,7 +149,7 @@ def test_a_stopped_sidecar_costs_one_deadline_and_then_nothing(sidecar: Sidecar,
     deadline = time.monotonic() + LONG_S
     while client.counters["deadlines_missed"] and time.monotonic() < deadline:
         client.poll(0.1)
-        if not client._link.suspect:  # type: ignore[union-attr]
+        if not client._line.link.suspect:  # type: ignore[union-attr]
             break
     assert until_step(client, store(client, 1)) == 4
     assert client.lookup("r", chain(1).packed).blocks == 4

@@ -64,10 +64,10 @@ def test_reused_blocks_are_poisoned_and_forgotten() -> None:
     cache.fill(blocks, hashes(2))
     cache.cache(blocks, hashes(2))
     cache.free(blocks)
-    assert cache.cached_prefix(hashes(2)) == blocks
+    assert [cache.find(name) for name in hashes(2)] == blocks
     again = cache.allocate(1)
     assert again == blocks[:1]
-    assert cache.cached_prefix(hashes(2)) == []
+    assert [cache.find(name) for name in hashes(2)] == [None, blocks[1]]
     assert cache.corrupt(again, hashes(1)) == 1
 
 

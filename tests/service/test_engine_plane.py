@@ -225,7 +225,7 @@ async def test_an_unusable_hello_of_groups_names_the_group(run, tmp_path: Path) 
         await peer.send(hello)
         answer = await peer.answer()
         assert isinstance(answer, Error)
-        assert (answer.code, answer.field) == ("unsupported_group", "groups[0].kind")
+        assert (answer.code, answer.field) == ("unsupported_group", "groups")
 
 
 async def test_named_memory_is_unlinked_as_soon_as_it_is_mapped(run) -> None:

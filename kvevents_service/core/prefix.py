@@ -1,0 +1,122 @@
+"""The longest prefix that every group of a model can serve.
+
+Hashes come in units of `hash_tokens`; block i of a group with k units a block is named by unit (i + 1) * k - 1. In
+a prefix kind the loadable blocks are a prefix, found by bisection. In the other kinds a block stands for itself, so
+candidates are tried from the longest down, and a missing block rules out every candidate that needs it. No block is
+asked for twice, however often the groups disagree: a lookup is linear in the blocks of its prompt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvevents_service.core.groups import PREFIX_KINDS, alignment, needed_blocks
+from kvevents_service.core.pool import BlockPool
+from kvevents_service.core.slots import READY
+from kvevents_service.wire.control import GroupSpec
+
+
+class PrefixQuery(NamedTuple):
+    """Hashes of consecutive units from token `start_tokens` on, packed. All sizes in tokens but `hash_bytes`."""
+
+    packed: bytes
+    start_tokens: int
+    hash_tokens: int
+    hash_bytes: int
+
+    @property
+    def end_tokens(self) -> int:
+        return self.start_tokens + len(self.packed) // self.hash_bytes * self.hash_tokens
+
+    def block_hash(self, group: GroupSpec, block: int) -> bytes:
+        """The hash of a logical block at or after `start_tokens`."""
+        unit = ((block + 1) * group.block_size - self.start_tokens) // self.hash_tokens - 1
+        return self.packed[unit * self.hash_bytes : (unit + 1) * self.hash_bytes]
+
+    def first_units(self, tokens: int) -> bytes:
+        """The packed hashes of the units up to `tokens`."""
+        return self.packed[: (tokens - self.start_tokens) // self.hash_tokens * self.hash_bytes]
+
+
+def longest_prefix(pool: BlockPool, groups: tuple[GroupSpec, ...], query: PrefixQuery) -> int:
+    """Tokens that every cacheable group can serve, `start_tokens` at least. A local prefix serves what is before.
+
+    0 more if the local prefix does not end where a block of every group does.
+    """
+    cacheable = [group for group in groups if group.cacheable]
+    step = alignment(cacheable)
+    if query.start_tokens % step:
+        return query.start_tokens
+    tokens = query.end_tokens // step * step
+    loose = []
+    for group in cacheable:
+        if group.kind in PREFIX_KINDS:
+            tokens = _longest_chain(pool, group, query, tokens, step)
+        else:
+            loose.append(_Scan(pool, group, query))
+    return _agree(loose, query.start_tokens, tokens, step)
+
+
+def _agree(scans: list[_Scan], start: int, tokens: int, step: int) -> int:
+    """The longest candidate that misses nothing in any of these groups."""
+    agreed = 0
+    while agreed < len(scans) and tokens > start:
+        for scan in scans:
+            missing = scan.last_missing(tokens)
+            if missing is None:
+                agreed += 1
+            else:
+                tokens, agreed = missing * scan.group.block_size // step * step, 0
+    return max(tokens, start)
+
+
+def _longest_chain(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int, step: int) -> int:
+    if group.block_size == query.hash_tokens:
+        blocks = pool.ready_prefix(group.index, query.first_units(tokens), query.hash_bytes)
+    else:
+        wanted = needed_blocks(group, tokens, query.start_tokens)
+        packed = b"".join(query.block_hash(group, block) for block in wanted)
+        blocks = pool.ready_prefix(group.index, packed, query.hash_bytes)
+    return (query.start_tokens + blocks * group.block_size) // step * step
+
+
+class _Scan:
+    """One group whose blocks stand for themselves, asked for shorter and shorter candidates."""
+
+    __slots__ = ("_seen", "group", "pool", "query")
+
+    def __init__(self, pool: BlockPool, group: GroupSpec, query: PrefixQuery) -> None:
+        self.pool = pool
+        self.group = group
+        self.query = query
+        self._seen = query.end_tokens // group.block_size
+        """From this block on, all that a later candidate may need can be loaded."""
+
+    def last_missing(self, tokens: int) -> int | None:
+        """The last block that a prefix of `tokens` needs and this group cannot load."""
+        needed = needed_blocks(self.group, tokens, self.query.start_tokens)
+        for block in range(min(needed.stop, self._seen) - 1, needed.start - 1, -1):
+            if loadable(self.pool, self.group, self.query, block) is None:
+                self._seen = block  # every later candidate ends here or before
+                return block
+        self._seen = min(self._seen, needed.start)
+        return None
+
+
+def loadable(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int) -> int | None:
+    """The slot of a logical block, if its bytes can be loaded now."""
+    slot = pool.slot_of(group.index, query.block_hash(group, block))
+    return slot if slot is not None and pool.state_of(slot) == READY else None
+
+
+def slots_of(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int) -> list[int] | None:
+    """The slots of the blocks that a prefix of `tokens` needs, in order; None if one cannot be loaded any more.
+
+    None, too, where a prefix kind's blocks are no chain: then the pin on the last would not keep the others.
+    """
+    slots = [loadable(pool, group, query, block) for block in needed_blocks(group, tokens, query.start_tokens)]
+    found = [slot for slot in slots if slot is not None]
+    if len(found) < len(slots):
+        return None
+    chained = group.kind in PREFIX_KINDS and bool(found)
+    return None if chained and pool.chain(found[-1], len(found)) != found else found

@@ -1,0 +1,196 @@
+"""The line to a sidecar that several threads of an engine share: what is sent, asked and collected on it.
+
+The lock is held to send and to take in what has arrived, never while waiting: a thread that waits for its answer
+looks in a mailbox, because another thread may have taken the answer in.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+
+import msgspec
+
+from kvevents_service.engine.link import Answer, Completion, Link
+from kvevents_service.errors import SidecarGone, WireError
+from kvevents_service.wire.control import Error, Hit, Loaded, Release, StepDone
+
+SPIN_S = 0.0001
+"""How long an asker looks again and again: to be put to sleep and woken costs more than a lookup."""
+SLICE_S = 0.001
+"""How long it sleeps at most before it looks in its mailbox again."""
+
+
+class Line:
+    """A link that may be there or not, links that were hung up, and what has ended on all of them."""
+
+    def __init__(self, send_s: float) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.counters: Counter[str] = Counter()
+        self.last_error = ""
+        self.link: Link | None = None
+        self._send_s = send_s
+        self._hung_up: list[Link] = []
+        self._ended: list[Completion] = []
+        self._awaited: dict[int, Answer | None] = {}
+        self._last_id = 0
+
+    def __repr__(self) -> str:
+        return f"<Line {self.link!r} hung_up={len(self._hung_up)} last_error={self.last_error!r}>"
+
+    @property
+    def outstanding(self) -> int:
+        """Steps and loads that have not been taken by `take_ended` yet."""
+        with self.lock:
+            links = [*self._hung_up, *([] if self.link is None else [self.link])]
+            return len(self._ended) + sum(link.outstanding for link in links)
+
+    @property
+    def usable(self) -> bool:
+        """A link is there and answers. One that missed a deadline is looked at again first."""
+        if self.link is not None and self.link.suspect:
+            self.collect()
+        return self.link is not None and not self.link.suspect
+
+    def next_id(self) -> int:
+        """A number for a step, a load or a call; never repeats."""
+        with self.lock:
+            self._last_id += 1
+            return self._last_id
+
+    # send and ask
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Send one message. False: it was not sent, and never will be."""
+        with self.lock:
+            link = self.link
+            if link is None:
+                return False
+            try:
+                return link.send(message, self._send_s)
+            except SidecarGone as error:
+                self._lose(link, error)
+                return False
+
+    def ask(self, call: msgspec.Struct, call_id: int, wait_s: float) -> Answer | None:
+        """Send a call and wait for its answer; None if none came in time."""
+        start = time.monotonic()
+        with self.lock:
+            if not self.send(call):
+                return None
+            self._awaited[call_id] = None
+        try:
+            return self._await(call_id, start + SPIN_S, start + wait_s)
+        finally:
+            with self.lock:
+                self._awaited.pop(call_id, None)
+
+    def _await(self, call_id: int, spin_until: float, deadline: float) -> Answer | None:
+        while True:
+            self.collect()
+            answer, link = self._awaited[call_id], self.link
+            if answer is not None or link is None:
+                return answer
+            now = time.monotonic()
+            if now >= deadline:
+                link.suspect = True
+                self.counters["deadlines_missed"] += 1
+                return None
+            if now < spin_until:
+                os.sched_yield()  # the sidecar may have been woken on this very core
+            else:
+                link.connection.wait(min(SLICE_S, deadline - now))
+
+    # collect
+
+    def collect(self) -> None:
+        """Take in what has arrived, on every link."""
+        with self.lock:
+            self._collect_hung_up()
+            if self.link is None:
+                return
+            link = self.link
+            try:
+                for message in link.receive():
+                    self._note(message)
+            except SidecarGone as error:
+                self._lose(link, error)
+
+    def _note(self, message: Completion | Answer) -> None:
+        if isinstance(message, StepDone | Loaded):
+            self._ended.append(message)
+            return
+        if isinstance(message, Error):
+            self.counters["errors"] += 1
+            self.last_error = f"{message.code}: {message.field}: expected {message.expected}"
+        if message.call_id in self._awaited:
+            self._awaited[message.call_id] = message
+        elif isinstance(message, Hit) and message.lease_id is not None:
+            self.send(Release(message.lease_id))  # too late: whoever asked has gone on
+
+    def _collect_hung_up(self) -> None:
+        kept = []
+        for link in self._hung_up:
+            ended, gone = link.drain()
+            self._ended += ended
+            if not gone:
+                kept.append(link)
+        self._hung_up = kept
+
+    def take_ended(self, wait_s: float) -> list[Completion]:
+        """What has ended since the last time. Waits up to `wait_s` for a first one."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            with self.lock:
+                self.collect()
+                ended, self._ended = self._ended, []
+                link = self.link or next(iter(self._hung_up), None)
+            left = deadline - time.monotonic()
+            if ended or left <= 0 or link is None:
+                return ended
+            link.connection.wait(left)
+
+    # the ends of links
+
+    def adopt(self, link: Link) -> None:
+        """A new registration stands."""
+        with self.changed:
+            self.link = link
+            self.counters["registrations"] += 1
+            self.changed.notify_all()
+
+    def _lose(self, link: Link, error: SidecarGone) -> None:
+        self.counters["links_lost"] += 1
+        self.last_error = str(error)
+        if isinstance(error.__cause__, WireError):
+            link.broken = True
+            self.hang_up()
+            return
+        self.link = None
+        self._ended += link.abandoned()
+        link.connection.close()
+        self.changed.notify_all()
+
+    def hang_up(self) -> None:
+        """Give up a connection that still lives; its blocks stay held until EOF."""
+        with self.changed:
+            if self.link is not None:
+                self.link.connection.hang_up()
+                self._hung_up.append(self.link)
+                self.link = None
+                self.changed.notify_all()
+
+    def let_go(self, wait_s: float) -> bool:
+        """Wait until every link that was hung up has ended; False if one has not, and may still copy."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            with self.lock:
+                self._collect_hung_up()
+                link = next(iter(self._hung_up), None)
+            left = deadline - time.monotonic()
+            if link is None or left <= 0:
+                return link is None
+            link.connection.wait(left)

@@ -1,0 +1,168 @@
+"""The line to a sidecar: only EOF frees memory, polling pushes out what is left, and waits hold no lock."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvevents_service.engine.connection import Connection
+from kvevents_service.engine.line import Line
+from kvevents_service.engine.link import Link
+from kvevents_service.errors import SidecarGone
+from kvevents_service.wire.control import (
+    PROTOCOL_VERSION,
+    Hit,
+    Inspect,
+    Inspected,
+    Load,
+    Loaded,
+    Lookup,
+    Offer,
+    Release,
+    Step,
+    StepDone,
+    Welcome,
+)
+from kvevents_service.wire.framing import FrameReader, decode_client, encode_message
+
+LONG_S = 20.0
+GARBAGE = b"\x02\0\0\0\x91\xa1"
+
+
+class Peer:
+    """The sidecar's end of a pair of sockets."""
+
+    def __init__(self) -> None:
+        ours, self.socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connection = Connection(ours)
+        self.line = Line(send_s=0.01)
+        self.line.adopt(Link(self.connection, Welcome(PROTOCOL_VERSION, "boot", 1, 8, 64)))
+        self._frames = FrameReader()
+
+    def say(self, *messages: object) -> None:
+        for message in messages:
+            self.socket.sendall(message if isinstance(message, bytes) else bytes(encode_message(message)))  # type: ignore[arg-type]
+
+    def heard(self, wait_s: float = 0.0) -> list[object]:
+        self.socket.settimeout(wait_s or 0.2)
+        try:
+            return [decode_client(body) for body in self._frames.feed(self.socket.recv(1 << 22))]
+        except TimeoutError:
+            return []
+
+    def close(self) -> None:
+        self.socket.close()
+        self.connection.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    made = Peer()
+    yield made
+    made.close()
+
+
+def test_bytes_that_are_no_message_do_not_free_memory(peer: Peer) -> None:
+    peer.line.send(Step(1, []))
+    peer.say(GARBAGE)
+    assert peer.line.take_ended(0.0) == []
+    peer.say(GARBAGE, StepDone(1, 0, 0, 0))
+    assert peer.line.take_ended(0.05) == []
+    assert peer.line.outstanding == 1
+    peer.socket.close()
+    assert peer.line.take_ended(LONG_S) == [StepDone(1, 0, 0, 0)]
+
+
+def test_giving_up_does_not_free_memory(peer: Peer) -> None:
+    peer.line.send(Load(1, "r", 1, b""))
+    peer.line.hang_up()
+    assert not peer.line.let_go(0.05)
+    assert peer.line.take_ended(0.0) == []
+    peer.say(Loaded(1, 3))
+    assert peer.line.take_ended(LONG_S) == [Loaded(1, 3)]
+    peer.socket.close()
+    assert peer.line.let_go(LONG_S)
+
+
+def test_polling_alone_pushes_out_a_frame_that_was_begun(peer: Peer) -> None:
+    big = Step(1, [Offer("r", 0, b"", bytes(24 << 20), b"")])
+    assert peer.line.send(big)
+    assert peer.connection.stalled
+    got: list[object] = []
+    reader = threading.Thread(target=lambda: got.extend(read_until(peer, 1)))
+    reader.start()
+    deadline = time.monotonic() + LONG_S
+    while peer.connection.stalled and time.monotonic() < deadline:
+        peer.line.take_ended(0.05)
+    reader.join(LONG_S)
+    assert [message.step_id for message in got] == [1]  # type: ignore[attr-defined]
+
+
+def read_until(peer: Peer, count: int) -> list[object]:
+    messages: list[object] = []
+    while len(messages) < count:
+        messages += peer.heard(LONG_S)
+    return messages
+
+
+def test_a_frame_no_sidecar_takes_is_refused_here(peer: Peer) -> None:
+    with pytest.raises(ValueError, match="at most"):
+        peer.line.send(Step(1, [Offer("r", 0, b"", bytes(40 << 20), b"")]))
+    assert peer.line.link is not None
+
+
+def test_an_answer_another_thread_took_in_still_arrives(peer: Peer) -> None:
+    stop = threading.Event()
+    threads = [threading.Thread(target=work, args=[peer, stop]) for work in (poll_until, answer_until)]
+    for thread in threads:
+        thread.start()
+    try:
+        for call_id in range(50):
+            answer = peer.line.ask(Inspect(call_id), call_id, LONG_S)
+            assert isinstance(answer, Inspected)
+            assert answer.call_id == call_id
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(LONG_S)
+
+
+def answer_until(peer: Peer, stop: threading.Event) -> None:
+    while not stop.is_set():
+        for message in peer.heard():
+            peer.say(Inspected(message.call_id, 0, 0, {}))  # type: ignore[attr-defined]
+
+
+def poll_until(peer: Peer, stop: threading.Event) -> None:
+    while not stop.is_set():
+        peer.line.take_ended(0.01)
+
+
+def test_a_long_wait_of_one_thread_holds_up_no_other(peer: Peer) -> None:
+    waiting = threading.Thread(target=peer.line.take_ended, args=[1.0])
+    waiting.start()
+    start = time.monotonic()
+    assert peer.line.ask(Lookup(1, "r", b""), 1, 0.05) is None
+    assert time.monotonic() - start < 0.5
+    waiting.join(LONG_S)
+
+
+def test_a_hit_that_comes_too_late_is_released(peer: Peer) -> None:
+    assert peer.line.ask(Lookup(1, "r", b""), 1, 0.01) is None
+    assert not peer.line.usable
+    peer.heard()
+    peer.say(Hit(1, 4, 77))
+    assert peer.line.usable
+    assert peer.heard(LONG_S) == [Release(77)]
+
+
+def test_eof_ends_everything(peer: Peer) -> None:
+    peer.line.send(Step(1, []))
+    peer.line.send(Load(2, "r", 1, b""))
+    peer.socket.close()
+    assert peer.line.take_ended(LONG_S) == [StepDone(1, 0, 0, 0), Loaded(2, 0)]
+    assert peer.line.link is None
+    with pytest.raises(SidecarGone):
+        list(peer.connection.receive())
