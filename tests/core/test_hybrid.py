@@ -180,6 +180,30 @@ def test_a_group_is_asked_again_when_another_one_serves_less(chain: int) -> None
     assert lookup(copies).blocks == 6
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)])
+@pytest.mark.parametrize(
+    ("window_blocks", "states", "units"),
+    [
+        ([3, 4, 10, 11], [4, 10], 5),  # the state rules out 12; then 11 needs a block that 12 did not
+        ([0, 1, 2, 8, 9], range(12), 10),  # the window rules out 12, and 11 as well
+        ([4, 5, 8, 9, 11], [5, 9, 10], 10),
+        ([10, 11], range(11), 0),
+        ([], range(12), 0),
+    ],
+)
+def test_what_one_group_rules_out_is_asked_of_the_others(
+    order: tuple[int, ...], window_blocks: list[int], states: list[int], units: int
+) -> None:
+    kinds = [FULL2, ("sliding_window", 2, 4), ("mamba", 2)]
+    model = groups(*(kinds[place] for place in order))
+    full, window, state = (model[order.index(place)] for place in range(3))
+    copies = InstantCopies(open_tier(model))
+    offers = [part(window, number, number + 1) for number in window_blocks]
+    offers += [part(state, number, number + 1) for number in states]
+    step(copies, all_of(full), *offers)
+    assert lookup(copies).blocks == units
+
+
 def test_a_scratch_group_says_nothing_about_a_hit() -> None:
     model = with_scratch(STATE, 0)
     copies = InstantCopies(open_tier(model))
