@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "wire": {"wire", "errors"},
     "core": {"core", "wire", "errors"},
     "transfer": {"transfer", "core", "wire", "errors"},
-    "engine": {"engine", "wire", "errors"},
+    "engine": {"engine", "core", "wire", "errors"},
     "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets"},
     "cli": {"cli", "subscriber", "service", "wire", "core", "config", "errors", "sockets", "engine"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import tempfile
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
@@ -15,7 +16,7 @@ from kvevents_service.cli.demo_run import DemoRun, DemoSettings, Summary
 from kvevents_service.cli.render import HumanLines, Look
 from kvevents_service.cli.tail import Filter, Printer
 from kvevents_service.cli.terminal import chat, wants_color, write
-from kvevents_service.errors import SidecarGone
+from kvevents_service.errors import ConfigError, SidecarGone
 from kvevents_service.subscriber import Item
 
 EXIT_OFF = 1
@@ -47,8 +48,8 @@ def demo(as_json: bool, model: str, requests: int, host_bytes: int, pub: str, re
         settings = DemoSettings(trace, model, requests, host_bytes, pub, replay, Path(directory))
         printer = Printer(HumanLines(Look(color=wants_color(color))), Filter(), None, write)
         try:
-            summary = asyncio.run(DemoRun(settings, _ignore if as_json else printer.item, chat).run())
-        except (SidecarGone, TimeoutError) as error:
+            summary = asyncio.run(_run(DemoRun(settings, _ignore if as_json else printer.item, chat)))
+        except (ConfigError, SidecarGone, TimeoutError) as error:
             chat(f"kvevents demo: {error or 'the stream did not catch up'}")
             return EXIT_OFF
     write(msgspec.json.encode(summary).decode() if as_json else table(summary))
@@ -56,6 +57,18 @@ def demo(as_json: bool, model: str, requests: int, host_bytes: int, pub: str, re
     for fault in faults:
         chat(f"kvevents demo: {fault}")
     return EXIT_OFF if faults else 0
+
+
+async def _run(run: DemoRun) -> Summary:
+    """Run it; a signal that would end us ends its processes first."""
+    task = asyncio.current_task()
+    assert task is not None, "runs in a task"
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        return await run.run()
+    except asyncio.CancelledError:
+        raise SidecarGone("ended by a signal") from None
 
 
 def _trace() -> Traversable:

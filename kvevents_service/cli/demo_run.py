@@ -26,6 +26,7 @@ MAX_RESTARTS = 5
 QUIET_S = 60.0
 CATCH_UP_S = 20.0
 PROGRESS_EVERY = 25
+EXIT_CONFIG = 2
 
 
 class DemoSettings(NamedTuple):
@@ -62,6 +63,7 @@ class Summary(msgspec.Struct):
         """What is not as it must be, in words."""
         checks = {
             f"{self.requests} of {requests} requests were served": self.requests >= requests,
+            "nothing was stored": bool(self.blocks_stored),
             f"{self.corrupt_blocks} blocks had wrong bytes": not self.corrupt_blocks,
             f"{self.gaps} batches are missing from the stream": not self.gaps,
             f"the stream said {self.stream_faults} things a true stream never says": not self.stream_faults,
@@ -158,10 +160,13 @@ class DemoRun:
         for life in range(MAX_RESTARTS + 1):
             self.summary.sidecar_restarts = life
             async with child("sidecar", self._serve_arguments()) as sidecar:
-                await sidecar.line(START_S)
-                self.say(f"sidecar: pid {sidecar.process.pid}, events on {self._pub}, replay on {self._replay}")
-                self._ready.set()
+                ready = await sidecar.line(START_S)
+                if ready:
+                    self.say(f"sidecar: pid {sidecar.process.pid}, events on {self._pub}, replay on {self._replay}")
+                    self._ready.set()
                 code = await sidecar.process.wait()
+                if not ready and code == EXIT_CONFIG:
+                    raise SidecarGone("the sidecar cannot start with these settings")
                 self.say(f"sidecar: pid {sidecar.process.pid} ended with {code}; starting it again")
         raise SidecarGone(f"the sidecar ended {MAX_RESTARTS + 1} times")
 

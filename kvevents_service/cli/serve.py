@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ GC_THRESHOLD = 50_000
 
 @click.command(epilog="Exit codes: 0 drained, 1 failed, 2 bad settings, 3 stopped before it was drained.")
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with the settings below.")
-@click.option("--engine-socket", metavar="PATH", help="Unix domain socket for engines.")
+@click.option(
+    "--engine-socket", metavar="PATH", help="Unix domain socket for engines. [default: see the ready line]"
+)
 @click.option("--host-bytes", type=int, metavar="N", help="Size of the CPU tier in bytes. [default: 1 GiB]")
 @click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
 @click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")
@@ -59,6 +62,10 @@ def _run(config: ServeConfig) -> int:
     except ImportError:
         raise ConfigError("torch", "to be installed: pip install 'kvevents-service[offload]'") from None
     import uvloop
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.host_bytes > memory:
+        raise ConfigError("host_bytes", f"at most {memory}, the memory of this machine")
 
     from kvevents_service.service.app import Ready, serve
 

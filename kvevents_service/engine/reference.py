@@ -22,31 +22,10 @@ from kvevents_service.engine.client import OffloadClient, PrefixHit
 from kvevents_service.engine.model import Model
 from kvevents_service.engine.offers import OfferBook, make_offer
 from kvevents_service.engine.paged_cache import PagedCache
-from kvevents_service.engine.trace import TraceLine, chain_hashes, derived_tokens, prompt_tokens
+from kvevents_service.engine.request import EngineCounts, Request
+from kvevents_service.engine.trace import TraceLine
 from kvevents_service.wire.control import Loaded, Offer
 from kvevents_service.wire.packing import pack_int32, unpack_int32
-
-
-class EngineCounts(msgspec.Struct):
-    """What the engine did so far. Every request of the trace before number `low_water` is finished."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    local_hit_tokens: int = 0
-    output_tokens: int = 0
-    steps: int = 0
-    preemptions: int = 0
-    blocks_offered: int = 0
-    blocks_stored: int = 0
-    offers_skipped: int = 0
-    loads_failed: int = 0
-    bytes_moved: int = 0
-    bytes_verified: int = 0
-    corrupt_blocks: int = 0
-    registrations: int = 0
-    low_water: int = 0
-    done: bool = False
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -57,46 +36,6 @@ class EngineSettings(msgspec.Struct, frozen=True):
     step_tokens: int = 2048
     decode_tokens: int = 16
     forward_s: float = 0.002
-
-
-class Request:
-    """One request: tokens and hashes grow, the block tables follow, `computed` counts tokens with KV."""
-
-    def __init__(self, number: int, line: TraceLine, model: Model) -> None:
-        self.number = number
-        self.request_id = f"req-{number}"
-        self.seed = 1_000_000_007 + number
-        self.model = model
-        self.identity = model.identity_of(line)
-        self.tokens = prompt_tokens(line)
-        self.prompt_length = len(self.tokens)
-        self.final_length = self.prompt_length + line.output_length
-        self.hashes: list[bytes] = []
-        self._hash_tokens()
-        self.reset()
-
-    def __repr__(self) -> str:
-        return f"<Request {self.request_id} {self.computed}/{self.final_length} {self.tables}>"
-
-    def reset(self) -> None:
-        """It has no blocks: new, or preempted."""
-        self.tables = [GroupTable(group, self.model.hash_tokens) for group in self.model.groups]
-        self.computed = self.confirmed = 0
-        self.hit = PrefixHit(0)
-        self.hit_start = 0
-
-    def grow(self, count: int) -> None:
-        """`count` more tokens were generated."""
-        self.tokens += derived_tokens(self.seed + len(self.tokens), count)
-        self._hash_tokens()
-
-    def _hash_tokens(self) -> None:
-        root = self.identity.root
-        self.hashes += chain_hashes(self.tokens, self.model.hash_tokens, self.hashes, root)
-
-    def held(self) -> list[int]:
-        """Every block of the request, last ones first: that is the order they should be reused in."""
-        return [block for table in self.tables for block in reversed(table.held())]
 
 
 class ReferenceEngine:

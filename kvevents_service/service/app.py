@@ -92,7 +92,7 @@ async def started(config: ServeConfig) -> AsyncIterator[Service]:
         publisher = Publisher(
             journal, pub, topic=config.topic, dp_rank=config.dp_rank, numbers=numbers, wall_clock=time.time
         )
-        replayer, replay_endpoint = _replayer(context, config, journal)
+        replayer, replay_endpoint = _replayer(context, config, publisher)
         sidecar = Sidecar(config, publisher, time.monotonic)
         plane = EnginePlane(sidecar, config.engine_socket)
         if first_seq:
@@ -126,7 +126,7 @@ def _publish_socket(context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig
 
 
 def _replayer(
-    context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig, journal: Journal
+    context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig, publisher: Publisher
 ) -> tuple[Replayer | None, str | None]:
     if config.replay is None:
         return None, None
@@ -135,7 +135,8 @@ def _replayer(
     socket.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     endpoint = bind(socket, config.replay, "replay")
-    return Replayer(journal, socket, topic=config.topic, clock=time.monotonic), endpoint
+    flush = publisher.send_pending
+    return Replayer(publisher.journal, socket, topic=config.topic, clock=time.monotonic, flush=flush), endpoint
 
 
 async def serve(config: ServeConfig, on_ready: Callable[[Ready], None]) -> int:
@@ -151,6 +152,7 @@ async def serve(config: ServeConfig, on_ready: Callable[[Ready], None]) -> int:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # it is over: a late signal must not change the exit code
 
 
 async def _run(service: Service, signals: asyncio.Queue[signal.Signals], stop_s: float) -> int:

@@ -28,13 +28,20 @@ class Replayer:
     """Answers replay requests from the journal's retained batches."""
 
     def __init__(
-        self, journal: Journal, socket: zmq.Socket[bytes], *, topic: str, clock: Callable[[], float]
+        self,
+        journal: Journal,
+        socket: zmq.Socket[bytes],
+        *,
+        topic: str,
+        clock: Callable[[], float],
+        flush: Callable[[], object] = lambda: None,
     ) -> None:
         self.journal = journal
         self.requests = self.bad_requests = self.dropped_clients = 0
         self._socket = socket
         self._topic = topic.encode()
         self._clock = clock
+        self._flush = flush
         self._clients: dict[bytes, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
 
@@ -73,6 +80,7 @@ class Replayer:
 
     async def _serve(self, identity: bytes, frames: list[bytes]) -> None:
         deadline = self._clock() + CLIENT_DEADLINE_S
+        self._flush()  # what is numbered is part of the answer, though its turn to be sent has not come
         try:
             start = parse_replay_request(frames)
         except WireError:

@@ -79,7 +79,9 @@ class Adapter:
     def __init__(self, script: Script, breakage: Breakage) -> None:
         self.block_size = script["block_size"]
         group = GroupSpec(0, "full_attention", self.block_size)
-        self.scheduler = OffloadScheduler(TierSpec("CPU", script["cpu_blocks"], HASH_BYTES, (group,), group.block_size))
+        self.scheduler = OffloadScheduler(
+            TierSpec("CPU", script["cpu_blocks"], HASH_BYTES, (group,), group.block_size)
+        )
         self.scheduler.hello(SESSION, script["gpu_blocks"])
         self.copies = HeldCopies(self.scheduler)
         self.breakage = breakage
