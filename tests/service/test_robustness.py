@@ -142,3 +142,102 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
     shared.chmod(0o777)
     with pytest.raises(ConfigError, match="only this user can write"):
         listen(str(shared / "s"))
+
+
+# found by attack
+
+
+async def test_memory_that_shrinks_fails_the_copy_and_not_the_sidecar(run) -> None:
+    from kvevents_service.engine.client import OffloadClient
+    from kvevents_service.engine.layout import EngineLayout, uniform_layers
+
+    path = Path("/dev/shm", f"kvevents-test-shrink-{os.getpid()}")
+    path.write_bytes(bytes(64 * 64))
+    fd = os.open(path, os.O_RDWR)
+    path.unlink()
+    async with run() as service:
+        layout = EngineLayout("s", "shrink", [GROUP], [Memory(64 * 64)], uniform_layers(1, 64, 64), [fd])
+        client = OffloadClient(service.ready.engine_socket, layout)
+        assert await asyncio.to_thread(client.wait_connected, 10)
+        os.ftruncate(fd, 0)
+        assert client.step([CHAIN.offer(range(4))]) is not None
+        ended = await asyncio.to_thread(client.poll, 10)
+        assert [done.stored for done in ended.steps] == [0]
+        await asyncio.to_thread(client.close, 10)
+    os.close(fd)
+
+
+async def test_a_state_directory_that_is_gone_does_not_stop_the_stream(run, engine, tmp_path: Path) -> None:
+    import shutil
+
+    async with run(state_dir=str(tmp_path / "state")) as service:
+        mini = await asyncio.to_thread(engine)
+        shutil.rmtree(tmp_path / "state")
+        assert (await asyncio.to_thread(mini.store, CHAIN, [0, 1, 2, 3])).steps[0].stored == 4
+        async with asyncio.timeout(10):
+            while not service.publisher.batches_sent:
+                await asyncio.sleep(0)
+        assert service.publisher.stats()["state_write_failed"] >= 1
+
+
+async def test_a_flood_from_one_engine_leaves_the_loop_to_the_others(run) -> None:
+    from kvevents_service.service.session import FRAMES_PER_TURN, EngineSession
+    from kvevents_service.wire.control import Inspect
+
+    async with run() as service:
+        session = EngineSession(99, service.sidecar, None)
+        transport = CountingTransport()
+        session.connection_made(transport)
+        session.data_received(b"".join(bytes(encode_message(Inspect(n))) for n in range(3 * FRAMES_PER_TURN)))
+        assert (transport.writes, transport.paused) == (FRAMES_PER_TURN, 1)
+        async with asyncio.timeout(10):
+            while transport.resumed == 0:
+                await asyncio.sleep(0)
+        assert transport.writes == 3 * FRAMES_PER_TURN
+
+
+class CountingTransport(asyncio.Transport):
+    """A transport that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = self.paused = self.resumed = 0
+
+    def write(self, data: object) -> None:
+        self.writes += 1
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        self.paused += 1
+
+    def resume_reading(self) -> None:
+        self.resumed += 1
+
+
+async def test_a_giant_subscription_is_cut_off(run, engine) -> None:
+    async with run() as service:
+        mini = await asyncio.to_thread(engine)
+        host, port = service.ready.pub.removeprefix("tcp://").rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        greeting = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+        ready = b"\x05READY\x0bSocket-Type\0\0\0\x03SUB"
+        writer.write(greeting + b"\x04" + bytes((len(ready),)) + ready)
+        writer.write(b"\x02" + (1 << 20).to_bytes(8, "big") + b"\x01" + bytes(4096))
+        async with asyncio.timeout(10):
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1 << 20)
+        writer.close()
+        assert (await asyncio.to_thread(mini.store, CHAIN, [0, 1, 2, 3])).steps[0].stored == 4
+
+
+async def test_tiny_blocks_do_not_make_the_books_larger_than_the_tier(run) -> None:
+    from kvevents_service.service.sidecar import MAX_SLOTS
+
+    async with run(host_bytes=1 << 40) as service:
+        memory = type("Memory", (), {"block_bytes": 1})()
+        assert service.sidecar._capacity(memory) == MAX_SLOTS
