@@ -187,6 +187,7 @@ def test_a_group_is_asked_again_when_another_one_serves_less(chain: int) -> None
         ([3, 4, 10, 11], [4, 10], 5),  # the state rules out 12; then 11 needs a block that 12 did not
         ([0, 1, 2, 8, 9], range(12), 10),  # the window rules out 12, and 11 as well
         ([4, 5, 8, 9, 11], [5, 9, 10], 10),
+        ([0, 1, 2, 10, 11], range(11), 3),
         ([10, 11], range(11), 0),
         ([], range(12), 0),
     ],
