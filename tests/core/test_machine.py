@@ -252,21 +252,30 @@ class Offloading(RuleBasedStateMachine):
 
     def load_units(self, session_id: int, grant: Grant, units: int, *, said: bool, off: int) -> None:
         """A copy starts if, and only if, the lease is alive and every block it takes is there and has its place."""
-        end, start = (grant.start + units) * UNIT, grant.start * UNIT
-        blocks = sum(len(needed(group, end, start)) for group in self.groups) if units > 0 else 0
-        blocks = max(0, blocks + off)
+        blocks = max(0, self.blocks_for(grant, units) + off)
+        if not said:
+            units = self.implied_units(grant, blocks)
         alive = grant.lease_id in self.world.live and session_id == grant.session_id
-        valid = grant.resets == self.world.resets and self.fits(grant, units, blocks, said=said)
+        valid = grant.resets == self.world.resets and self.fits(grant, units, blocks)
         under_way = len(self.scheduler.loads)
         ids = pack_int32(self.block_ids(blocks))
         load = Load(self.next_id(), grant.request_id, grant.lease_id, ids, units if said else None)
         self.world.load(session_id, load, units, self.now)
         assert len(self.scheduler.loads) - under_way == (alive and valid)
 
-    def fits(self, grant: Grant, units: int, blocks: int, *, said: bool) -> bool:
-        """Not said, the number of units is that of the blocks, where each group takes every block."""
-        if not said and any(group.kind not in PREFIX for group in self.groups):
-            return False
+    def blocks_for(self, grant: Grant, units: int) -> int:
+        """How many blocks the first units of a hit need in all groups."""
+        end, start = (grant.start + units) * UNIT, grant.start * UNIT
+        return sum(len(needed(group, end, start)) for group in self.groups) if units > 0 else 0
+
+    def implied_units(self, grant: Grant, blocks: int) -> int:
+        """Where every group takes every block, their number says the units; 0 where it does not."""
+        if any(group.kind not in PREFIX for group in self.groups):
+            return 0
+        lengths = range(self.step_units, grant.units + 1, self.step_units)
+        return next((units for units in lengths if self.blocks_for(grant, units) == blocks), 0)
+
+    def fits(self, grant: Grant, units: int, blocks: int) -> bool:
         if not 0 < units <= grant.units or units % self.step_units:
             return False
         wanted = self.world.contents(grant.path, grant.start + units, grant.start)
