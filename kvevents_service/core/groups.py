@@ -59,7 +59,7 @@ def alignment(groups: Sequence[GroupSpec]) -> int:
 def check_groups(groups: Sequence[GroupSpec], hash_tokens: int = 0) -> tuple[GroupSpec, ...]:
     """The groups of a hello, or ControlError naming the first one that cannot be served.
 
-    `hash_tokens` is the number of tokens of a hash unit; 0: the block size, which then is the same in all groups.
+    `hash_tokens` is the number of tokens of a hash unit; 0: the block size of the first cacheable group.
     """
     if not groups or len(groups) > MAX_GROUPS:
         raise ControlError("bad_groups", "groups", f"1 to {MAX_GROUPS} groups")

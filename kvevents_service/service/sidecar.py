@@ -96,8 +96,8 @@ class Sidecar:
         if hello.hash_bytes not in HASH_BYTES:
             raise ControlError("bad_hello", "hash_bytes", f"{HASH_BYTES.start} to {HASH_BYTES.stop - 1}")
         groups = check_groups(hello.groups, hello.hash_tokens)
-        layout = _layout(hello)
         unit = hello.hash_tokens or next(group.block_size for group in groups if group.cacheable)
+        layout = _layout(hello, unit)
         tier = self._tier_for(layout, TierSpec(MEDIUM, self._capacity(memory), hello.hash_bytes, groups, unit))
         tier.scheduler.hello(session.session_id, memory.blocks)
         self.sessions[session.session_id] = session
@@ -240,7 +240,7 @@ class Sidecar:
         return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)
 
 
-def _layout(hello: Hello) -> Layout:
+def _layout(hello: Hello, unit: int) -> Layout:
     groups = tuple((g.index, g.kind, g.block_size, g.sliding_window, g.cacheable) for g in hello.groups)
     sizes = tuple(region.block_bytes for region in hello.regions)
-    return Layout(hello.namespace, hello.hash_bytes, groups, sizes, hello.hash_tokens)
+    return Layout(hello.namespace, hello.hash_bytes, groups, sizes, unit)

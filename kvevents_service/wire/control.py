@@ -69,7 +69,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False):
     """First frame of a session. `role` is "engine" (offers, looks up, loads) or "observer" (inspects).
 
-    `hash_tokens` is the number of tokens a hash unit has; 0: the block size, the same in all cacheable groups.
+    `hash_tokens` is the number of tokens a hash unit has; 0: the block size of the first cacheable group.
     `namespace` names everything that must agree for KV bytes to be interchangeable (model, weights revision,
     dtype, layout, hash seed). Blocks are never shared across namespaces.
     """
