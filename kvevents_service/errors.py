@@ -4,7 +4,6 @@ KvEventsError
 ├── WireError          bytes from a peer that are not a valid frame, batch or event
 ├── ControlError       an engine message that breaks the engine protocol; answered with an `Error` message
 ├── ConfigError        a setting that cannot work, found at start
-├── StateError         a state transition that is not in the table: a bug of ours, never a peer's fault
 └── SidecarGone        the sidecar (or a publisher) cannot be reached, or went away
 
 Each carries what it is about as attributes, so that callers never parse a message.
@@ -45,10 +44,6 @@ class ConfigError(KvEventsError):
         super().__init__(f"{setting}: expected {expected}")
         self.setting = setting
         self.expected = expected
-
-
-class StateError(KvEventsError):
-    """A state machine was asked for a transition its table does not have."""
 
 
 class SidecarGone(KvEventsError):

@@ -18,6 +18,7 @@ from kvevents_service.cli.processes import START_S, Child, child
 from kvevents_service.core.residency import Residency, key64
 from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout
+from kvevents_service.engine.request import EngineCounts
 from kvevents_service.errors import SidecarGone
 from kvevents_service.subscriber import Batch, Gap, Item, Restart, Subscriber, Undecodable
 from kvevents_service.wire.control import Inspected
@@ -70,19 +71,6 @@ class Summary(msgspec.Struct):
             "the fold of the stream is not the resident set": self.stream_matches_resident,
         }
         return [fault for fault, good in checks.items() if not good]
-
-
-class EngineLine(msgspec.Struct):
-    """The counters of the engine's JSON lines that a run adds up."""
-
-    requests: int
-    prompt_tokens: int
-    hit_tokens: int
-    bytes_moved: int
-    bytes_verified: int
-    corrupt_blocks: int
-    low_water: int
-    done: bool
 
 
 class Follower:
@@ -204,7 +192,7 @@ class DemoRun:
         """Add up one life of the engine; True if it served everything."""
         before = msgspec.structs.replace(self.summary)
         while line := await engine.line(QUIET_S):
-            counts = msgspec.json.decode(line, type=EngineLine)
+            counts = msgspec.json.decode(line, type=EngineCounts)
             for field in (
                 "requests",
                 "prompt_tokens",
