@@ -38,7 +38,7 @@ def _weight(item: Announcement) -> int:
     """Numbers that its event will hold."""
     match item:
         case BlockStoreMeta():
-            return item.blocks * (item.group.block_size + 1)
+            return item.blocks * (item.block_size + 1)
         case RemovedRun():
             return len(item.block_hashes)
         case _:
@@ -50,13 +50,13 @@ def _pieces(item: Announcement) -> Iterator[Announcement]:
     if _weight(item) <= MAX_BATCH_TOKENS:
         yield item
     elif isinstance(item, BlockStoreMeta):
-        step = max(1, MAX_BATCH_TOKENS // (item.group.block_size + 1))
+        step = max(1, MAX_BATCH_TOKENS // (item.block_size + 1))
         for start in range(0, item.blocks, step):
             yield item.part(start, min(start + step, item.blocks))
     elif isinstance(item, RemovedRun):
         for start in range(0, len(item.block_hashes), MAX_BATCH_TOKENS):
             hashes = item.block_hashes[start : start + MAX_BATCH_TOKENS]
-            yield RemovedRun(item.group, item.medium, hashes)
+            yield RemovedRun(item.group, item.medium, hashes, item.inner)
 
 
 def to_event(announcement: Announcement) -> Event:
@@ -94,7 +94,7 @@ def stored_event(meta: BlockStoreMeta) -> BlockStored:
         block_hashes=int_hashes(meta.block_hashes, meta.hash_bytes),  # type: ignore[arg-type]
         parent_block_hash=None if meta.parent_block_hash is None else low64(meta.parent_block_hash),
         token_ids=unpack_int32(meta.token_ids).tolist(),
-        block_size=meta.group.block_size,
+        block_size=meta.block_size,
         lora_id=meta.lora_id,
         medium=meta.medium,
         lora_name=meta.lora_name,
