@@ -1,0 +1,101 @@
+"""What the two sides of `events_cost` share: kinds of steps, what is offered in them, and costs per block."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.harness import BLOCK_TOKENS, Chain, Spread, make_chain
+from kvevents_service.engine.offers import make_offer
+from kvevents_service.wire.control import Offer
+
+WARM_UP = 3
+ROUND_BLOCKS = 8192
+
+
+class Case(NamedTuple):
+    """One kind of step: so many offers of so many blocks; `keyed` ones with LoRA and extra keys for each block."""
+
+    name: str
+    offers: int
+    blocks: int
+    evicting: bool = False
+    keyed: bool = False
+
+    @property
+    def step_blocks(self) -> int:
+        return self.offers * self.blocks
+
+    @property
+    def steps(self) -> int:
+        """Steps in a round of the sidecar's side."""
+        return max(1, ROUND_BLOCKS // self.step_blocks)
+
+
+class Costs(NamedTuple):
+    """us per block of one case, round by round: what events added, what the step cost without, and the noise."""
+
+    added: Spread
+    without: float
+    noise: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[tuple[float, float, float]], blocks: int) -> Costs:
+        """`rounds` are seconds without, with and without again, each for `blocks` blocks."""
+        us = [[seconds / blocks * 1e6 for seconds in triple] for triple in rounds]
+        added = [middle - (before + after) / 2 for before, middle, after in us]
+        noise = statistics.median(abs(after - before) for before, _, after in us)
+        return cls(Spread.of(added), statistics.median(before for before, _, _ in us), noise)
+
+
+class Requests:
+    """The requests of a case. In a decode case the same ones grow by a block a step."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._number = 0
+        self._parents: list[bytes | None] = [None] * case.offers
+
+    def chains(self) -> list[Chain]:
+        """What the next step has to offer, one chain a request."""
+        self._number += 1
+        first = self._number * self.case.offers
+        return [make_chain(first + i, self.case.blocks) for i in range(self.case.offers)]
+
+    def parents(self, chains: list[Chain]) -> list[bytes | None]:
+        """The block before each chain."""
+        if self.case.offers == 1:
+            return self._parents
+        before, self._parents = self._parents, [chain.block_hashes[-1] for chain in chains]
+        return before
+
+
+def described(chain: Chain, block_ids: range, parent: bytes | None, extra_keys: list[Any] | None) -> Offer:
+    """An offer with all that an event says."""
+    blocks = len(block_ids)
+    return make_offer(
+        chain.request_id,
+        chain.block_hashes[:blocks],
+        chain.token_ids[: blocks * BLOCK_TOKENS],
+        block_ids,
+        parent=parent,
+        lora_id=None if extra_keys is None else 1,
+        lora_name=None if extra_keys is None else "adapter-1",
+        extra_keys=None if extra_keys is None else extra_keys[:blocks],
+    )
+
+
+def bare(chain: Chain, block_ids: range) -> Offer:
+    """An offer that only says what to copy."""
+    return make_offer(chain.request_id, chain.block_hashes[: len(block_ids)], (), block_ids)
+
+
+def ranges(case: Case) -> list[range]:
+    """Block ids of each offer of a step."""
+    return [range(i * case.blocks, (i + 1) * case.blocks) for i in range(case.offers)]
+
+
+def keys_of(case: Case) -> list[Any] | None:
+    """Adapter and image of each block, as vLLM's engine has them after hashing."""
+    return [("adapter-1", ("image-1", -16 * i)) for i in range(case.blocks)] if case.keyed else None
