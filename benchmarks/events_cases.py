@@ -71,31 +71,40 @@ class Requests:
         return before
 
 
-def described(chain: Chain, block_ids: range, parent: bytes | None, extra_keys: list[Any] | None) -> Offer:
+class Identity(NamedTuple):
+    """What else names the blocks of a request: its adapter, and what the engine put into each block's hash."""
+
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: list[Any] | None = None
+
+    @classmethod
+    def of(cls, case: Case) -> Identity:
+        if not case.keyed:
+            return cls()
+        return cls(1, "adapter-1", [("adapter-1", ("image-1", -16 * i)) for i in range(case.blocks)])
+
+
+def described(chain: Chain, block_ids: list[int], parent: bytes | None, identity: Identity) -> Offer:
     """An offer with all that an event says."""
-    blocks = len(block_ids)
+    blocks, keys = len(block_ids), identity.extra_keys
     return make_offer(
         chain.request_id,
         chain.block_hashes[:blocks],
         chain.token_ids[: blocks * BLOCK_TOKENS],
         block_ids,
         parent=parent,
-        lora_id=None if extra_keys is None else 1,
-        lora_name=None if extra_keys is None else "adapter-1",
-        extra_keys=None if extra_keys is None else extra_keys[:blocks],
+        lora_id=identity.lora_id,
+        lora_name=identity.lora_name,
+        extra_keys=keys and keys[:blocks],
     )
 
 
-def bare(chain: Chain, block_ids: range) -> Offer:
+def bare(chain: Chain, block_ids: list[int]) -> Offer:
     """An offer that only says what to copy."""
     return make_offer(chain.request_id, chain.block_hashes[: len(block_ids)], (), block_ids)
 
 
-def ranges(case: Case) -> list[range]:
-    """Block ids of each offer of a step."""
-    return [range(i * case.blocks, (i + 1) * case.blocks) for i in range(case.offers)]
-
-
-def keys_of(case: Case) -> list[Any] | None:
-    """Adapter and image of each block, as vLLM's engine has them after hashing."""
-    return [("adapter-1", ("image-1", -16 * i)) for i in range(case.blocks)] if case.keyed else None
+def block_ids(case: Case) -> list[list[int]]:
+    """Engine blocks of each offer of a step."""
+    return [list(range(i * case.blocks, (i + 1) * case.blocks)) for i in range(case.offers)]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks.events_cases import WARM_UP, Case, Costs, Requests, bare, described, keys_of, ranges
+from benchmarks.events_cases import WARM_UP, Case, Costs, Identity, Requests, bare, block_ids, described
 from kvevents_service.engine.connection import Connection
 from kvevents_service.wire.control import Step, StepDone
 from kvevents_service.wire.framing import FrameReader, encode_message
@@ -43,7 +43,7 @@ class EngineSide:
 
     def __init__(self, case: Case, connection: Connection) -> None:
         self.connection = connection
-        self.requests, self.keys, self.block_ids = Requests(case), keys_of(case), ranges(case)
+        self.requests, self.identity, self.block_ids = Requests(case), Identity.of(case), block_ids(case)
         self._steps = 0
 
     def seconds(self, *, metadata: bool) -> float:
@@ -54,7 +54,7 @@ class EngineSide:
         started = time.thread_time()
         if metadata:
             offers = [
-                described(chain, ids, parent, self.keys)
+                described(chain, ids, parent, self.identity)
                 for chain, ids, parent in zip(chains, self.block_ids, parents, strict=True)
             ]
         else:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import uvloop
 import zmq
 
-from benchmarks.events_cases import WARM_UP, Case, Costs, Requests, bare, described, keys_of, ranges
+from benchmarks.events_cases import WARM_UP, Case, Costs, Identity, Requests, bare, block_ids, described
 from benchmarks.harness import BLOCK_TOKENS, HASH_BYTES
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.journal import Journal, JournalLimits
@@ -150,7 +150,7 @@ class SidecarBench:
 
     def __init__(self, case: Case, subscriber: Subscribed) -> None:
         self.case, self.subscriber = case, subscriber
-        self.requests = Requests(case)
+        self.requests, self.identity, self.block_ids = Requests(case), Identity.of(case), block_ids(case)
         self.journal = Journal(JournalLimits(retained_batches=RETAINED_BATCHES))
         self.publisher = Publisher(
             self.journal, subscriber.socket, topic="", dp_rank=0, numbers=None, wall_clock=time.time
@@ -165,8 +165,8 @@ class SidecarBench:
         made = []
         for number in range(self.case.steps):
             chains = self.requests.chains()
-            told = list(zip(chains, ranges(self.case), self.requests.parents(chains), strict=True))
-            full = [described(chain, ids, parent, keys_of(self.case)) for chain, ids, parent in told]
+            told = list(zip(chains, self.block_ids, self.requests.parents(chains), strict=True))
+            full = [described(chain, ids, parent, self.identity) for chain, ids, parent in told]
             short = [bare(chain, ids) for chain, ids, _ in told]
             frame = bytes(encode_message(Step(number, full)))
             made.append(Frames(frame, bytes(encode_message(Step(number, short))), self.speaking.decode(frame)))
