@@ -28,15 +28,24 @@ class Case(NamedTuple):
         return self.offers * self.blocks
 
     @property
+    def judged(self) -> bool:
+        """Runs of many blocks, as the target was set for. What an offer costs by itself is the `decode` case."""
+        return self.blocks > 1
+
+    @property
     def steps(self) -> int:
         """Steps in a round of the sidecar's side."""
         return max(1, ROUND_BLOCKS // self.step_blocks)
 
 
 class Costs(NamedTuple):
-    """us per block of one case, round by round: what events added, what the step cost without, and the noise."""
+    """us per block of one case: what events added, round by round; what the step cost without; the noise.
+
+    `least` is the cheapest round with events minus the cheapest without: what is left when neighbours are quiet.
+    """
 
     added: Spread
+    least: float
     without: float
     noise: float
 
@@ -45,8 +54,9 @@ class Costs(NamedTuple):
         """`rounds` are seconds without, with and without again, each for `blocks` blocks."""
         us = [[seconds / blocks * 1e6 for seconds in triple] for triple in rounds]
         added = [middle - (before + after) / 2 for before, middle, after in us]
+        least = min(middle for _, middle, _ in us) - min(before for before, _, _ in us)
         noise = statistics.median(abs(after - before) for before, _, after in us)
-        return cls(Spread.of(added), statistics.median(before for before, _, _ in us), noise)
+        return cls(Spread.of(added), least, statistics.median(before for before, _, _ in us), noise)
 
 
 class Requests:
