@@ -87,7 +87,7 @@ def _as_named(*media: str) -> tuple[tuple[str, str], ...]:
 
 VLLM: Final = Dialect(
     name="vllm",
-    readers="readers of vLLM 0.33, this package's Subscriber",
+    readers="vLLM 0.33 readers, Subscriber",
     stored_if_set=STORED_KEYS[7:],
     removed_if_set=REMOVED_KEYS[2:],
     groups=Groups.ALL,
@@ -117,7 +117,7 @@ _ALL = (
     ),
     Dialect(
         name="llm-d",
-        readers="llm-d router, older versions too",
+        readers="llm-d router, old ones too",
         layout=Layout.ARRAY,
         hashes=HashForm.NARROW,
         stored=STORED_KEYS[:8],
@@ -144,7 +144,7 @@ _ALL = (
     ),
     Dialect(
         name="sglang",
-        readers="SGLang router, readers of SGLang 0.5",
+        readers="SGLang router, SGLang 0.5 readers",
         hashes=HashForm.LOW64_SIGNED,
         stored=STORED_KEYS[:6],
         stored_if_set=("lora_name",),
