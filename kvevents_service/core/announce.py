@@ -6,7 +6,7 @@ every dialect, and a batch of which a dialect lets nothing through is an empty o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -109,21 +109,19 @@ def removed_event(run: RemovedRun) -> BlockRemoved:
     return BlockRemoved(*_removed_values(VLLM, run, run.medium))
 
 
-def _events(dialect: Dialect, item: Announcement) -> Iterator[msgspec.Struct]:
+def _events(dialect: Dialect, item: Announcement) -> Iterable[msgspec.Struct]:
     """What a dialect says of one announcement: one event, one for each block, or none."""
     shape = shape_of(dialect)
     if not isinstance(item, BlockStoreMeta | RemovedRun):
-        yield shape.cleared
-        return
+        return (shape.cleared,)
     medium = _let_through(dialect, item)
     if medium is None:
-        return
+        return ()
     if isinstance(item, BlockStoreMeta):
         stored = _stored_values(dialect, item, medium)
-        yield from map(shape.stored, _stored_one_by_one(stored) if dialect.one_hash else (stored,))
-    else:
-        removed = _removed_values(dialect, item, medium)
-        yield from map(shape.removed, _removed_one_by_one(removed) if dialect.one_hash else (removed,))
+        return map(shape.stored, _stored_one_by_one(stored)) if dialect.one_hash else (shape.stored(stored),)
+    removed = _removed_values(dialect, item, medium)
+    return map(shape.removed, _removed_one_by_one(removed)) if dialect.one_hash else (shape.removed(removed),)
 
 
 def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | None:
