@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -415,7 +416,12 @@ def test_aibrix_chains_many_hashes_wrongly() -> None:
 
 def test_the_stream_is_rich() -> None:
     """Else the tests above would prove little."""
-    source = Source(1)
-    kinds = [type(item).__name__ for batch in source.batches(400) for item in batch]
-    assert {kinds.count(name) > 20 for name in ("BlockStoreMeta", "RemovedRun", "Cleared")} == {True}
-    assert sum(bool(source.names(medium)) for medium in MEDIA) >= 2
+    items = [item for seed in range(10) for batch in Source(seed).batches(40) for item in batch]
+    kinds = Counter((type(item).__name__, getattr(item, "inner", False)) for item in items)
+    assert set(kinds) == {("BlockStoreMeta", False), ("BlockStoreMeta", True), ("RemovedRun", False),
+                          ("RemovedRun", True), ("Cleared", False)}  # fmt: skip
+    assert min(kinds.values()) >= 10
+    stored = [item for item in items if isinstance(item, BlockStoreMeta)]
+    assert {item.medium for item in stored} == set(MEDIA)
+    assert {item.lora_name for item in stored} == {None, "ada", "bob"}
+    assert any(item.parent_block_hash for item in stored if not item.inner)
