@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.prompts import FULL
-from kvevents_service.core.announce import encode, encoding_key, in_batches, to_event
+from kvevents_service.core.announce import MAX_BATCH_TOKENS, encode, encoding_key, in_batches, to_event
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun, snapshot
 from kvevents_service.core.residency import Residency, key64
 from kvevents_service.errors import WireError
@@ -252,3 +252,9 @@ def test_every_other_word_of_a_declaration_is_in_the_key(field: str) -> None:
 def test_batches_are_split_before_any_dialect_is_known() -> None:
     said = (chain_of(), Cleared(), chain_of(0, "TAPE"))
     assert list(in_batches(said)) == [said]
+
+
+def test_parts_of_a_large_removal_of_inner_hashes_are_of_inner_hashes() -> None:
+    names = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS + 1))
+    batches = list(in_batches((RemovedRun(MAIN, "GPU", names, inner=True),)))
+    assert [told(DIALECTS["dynamo"], *batch) for batch in batches] == [[], []]
