@@ -81,11 +81,16 @@ def made_by_the_code() -> dict[str, bytes]:
         **{name: bytes(encode_message(message)) for name, message in messages.items()},
         "stored-batch": encode_batch(EventBatch(TS, [stored_event(meta)], 0)),
         "removed-batch": encode_batch(EventBatch(TS, [removed], 0)),
-        "llm-d-batch": encode(DIALECTS["llm-d"], (meta,), TS, 0),
+        "llm-d-batch": encode(DIALECTS["llm-d"], (as_main(meta),), TS, 0),
         "cleared-batch": encode_batch(EventBatch(TS, [AllBlocksCleared()], 0)),
         "replay-request": replay_request(0)[1],
         "replay-end": REPLAY_END[2],
     }
+
+
+def as_main(meta: BlockStoreMeta) -> BlockStoreMeta:
+    """As the sidecar makes it: the only group is the main one."""
+    return msgspec.structs.replace(meta, group=msgspec.structs.replace(meta.group, main=True))
 
 
 BLOCKS_OF_SPEC = hex_blocks()
@@ -221,7 +226,7 @@ class Engine:
 
 HELLO = [
     *("hello", 1, "engine", "example-0", "example/model-a", HASH_BYTES),
-    [[0, "full_attention", BLOCK_TOKENS, None, True]],
+    [[0, "full_attention", BLOCK_TOKENS, None, True, False]],
     [[BLOCKS * BLOCK_BYTES, None]],
     [["layer.0", 0, 0, BLOCK_BYTES, BLOCK_BYTES, BLOCKS]],
     0,

@@ -11,10 +11,8 @@ from typing import Any
 
 import msgspec
 
-from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
 from kvevents_service.wire.codec import encode_own
-from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.dialects import VLLM, Dialect, Groups
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents_service.wire.extra_keys import plain_extra_keys
@@ -122,14 +120,9 @@ def _events(dialect: Dialect, item: Announcement) -> Iterable[msgspec.Struct]:
 
 def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | None:
     """The name of the item's medium in this dialect; None if the item is filtered out."""
-    if (item.inner and not dialect.inner) or (dialect.groups is Groups.MAIN and not is_main(item.group)):
+    if (item.inner and not dialect.inner) or (dialect.groups is Groups.MAIN and not item.group.main):
         return None
     return dialect.medium(item.medium)
-
-
-def is_main(group: GroupSpec) -> bool:
-    """Whether readers that know one group only take this group's blocks for the cached prefix."""
-    return group.kind in PREFIX_KINDS
 
 
 def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str) -> tuple[Any, ...]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
+import msgspec
+
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec
 
@@ -61,7 +63,7 @@ def alignment(groups: Sequence[GroupSpec]) -> int:
 
 
 def check_groups(groups: Sequence[GroupSpec], hash_tokens: int = 0) -> tuple[GroupSpec, ...]:
-    """The groups of a hello, or ControlError naming the first one that cannot be served.
+    """The groups of a hello, one of them `main`, or ControlError naming the first one that cannot be served.
 
     `hash_tokens` is the number of tokens of a hash unit; 0: the block size of the first cacheable group.
     """
@@ -79,7 +81,18 @@ def check_groups(groups: Sequence[GroupSpec], hash_tokens: int = 0) -> tuple[Gro
         if unit < 0 or group.block_size % unit:
             field = f"groups[{group.index}].block_size"
             raise ControlError("bad_groups", field, f"a multiple of the hash unit, {unit} tokens")
-    return tuple(groups)
+    return _with_main(groups)
+
+
+def _with_main(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """Only one group may be main: two would announce one hash to readers that take them for one."""
+    able = [group.index for group in groups if group.cacheable and group.kind in PREFIX_KINDS]
+    named = [group.index for group in groups if group.main]
+    if not set(named) <= set(able) or len(named) > 1:
+        expected = f"at most one main group, cacheable and of {', '.join(sorted(PREFIX_KINDS))}"
+        raise ControlError("bad_groups", f"groups[{named[-1]}].main", expected)
+    main = named[0] if named else able[0]
+    return tuple(msgspec.structs.replace(group, main=group.index == main) for group in groups)
 
 
 def _check_group(group: GroupSpec, position: int) -> None:

@@ -5,6 +5,7 @@ Every block that is not stored is counted under one reason:
     bad_lengths     hashes, tokens, block ids or extra keys do not describe the same number of blocks
     bad_hash        the parent hash is not hash_bytes long
     bad_tokens      a token id is negative
+    bad_lora        the adapter's number is negative or not below 2^63: routers refuse what holds it
     bad_extra_keys  an extra key is no tuple of scalars and flat tuples of scalars
     bad_inner       an inner hash lies in no block, is not hash_bytes long, or the group's blocks have none
     scratch_group   the group is not cacheable
@@ -28,11 +29,13 @@ from kvevents_service.core.pool import BlockPool
 from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 from kvevents_service.wire.packing import INT32_BYTES
 
+MAX_LORA_ID: Final = 1 << 63
 _SCALARS: Final = (str, bytes, int, float)
 DECLINE_REASONS: Final = (
     "bad_lengths",
     "bad_hash",
     "bad_tokens",
+    "bad_lora",
     "bad_extra_keys",
     "bad_inner",
     "scratch_group",
@@ -57,15 +60,19 @@ def shape_fault(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: in
     """Why the offer cannot be described exactly, or None. Values are never guessed (I7)."""
     if not _lengths_fit(offer, group, hash_bytes, hash_tokens):
         return "bad_lengths"
+    if offer.inner and not _inner_fits(offer, group, hash_bytes, group.block_size // hash_tokens):
+        return "bad_inner"
+    return _value_fault(offer, hash_bytes) or (None if group.cacheable else "scratch_group")
+
+
+def _value_fault(offer: Offer, hash_bytes: int) -> str | None:
     if offer.parent is not None and len(offer.parent) != hash_bytes:
         return "bad_hash"
     if not offer.token_ids[INT32_BYTES - 1 :: INT32_BYTES].isascii():
         return "bad_tokens"
-    if not all(map(_is_plain_key, offer.extra_keys or ())):
-        return "bad_extra_keys"
-    if offer.inner and not _inner_fits(offer, group, hash_bytes, group.block_size // hash_tokens):
-        return "bad_inner"
-    return None if group.cacheable else "scratch_group"
+    if not 0 <= (offer.lora_id or 0) < MAX_LORA_ID:
+        return "bad_lora"
+    return None if all(map(_is_plain_key, offer.extra_keys or ())) else "bad_extra_keys"
 
 
 def _lengths_fit(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: int) -> bool:

@@ -20,13 +20,18 @@ LENGTH_BYTES = 4
 
 
 class GroupSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One KV cache group. `block_size` is in tokens as stored; `sliding_window` in tokens or None."""
+    """One KV cache group. `block_size` is in tokens as stored; `sliding_window` in tokens or None.
+
+    `main`: the one that routers are told of which know one group only. If no group is, the first cacheable one of a
+    prefix kind will be.
+    """
 
     index: int
     kind: str
     block_size: int
     sliding_window: int | None = None
     cacheable: bool = True
+    main: bool = False
 
 
 class Memory(msgspec.Struct, array_like=True, frozen=True, gc=False):

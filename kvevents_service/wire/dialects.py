@@ -33,7 +33,7 @@ class Layout(Enum):
 
 
 class Groups(Enum):
-    """Which KV cache groups are let through. MAIN: those of a prefix kind, said as if there were no others."""
+    """Which KV cache groups are let through. MAIN: the main one, said as if there were no others."""
 
     ALL = "all"
     MAIN = "main attention"

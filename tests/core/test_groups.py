@@ -45,7 +45,7 @@ def test_prefix_kinds_are_served_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_any_known_kind_is_served_beside_a_prefix_kind(kind: str) -> None:
-    groups = (GOOD, but(WINDOW, kind=kind, sliding_window=64))
+    groups = (but(GOOD, main=True), but(WINDOW, kind=kind, sliding_window=64))
     assert check_groups(groups) == groups
     assert check_groups([but(groups[1], index=0), but(GOOD, index=1)])
 
@@ -85,6 +85,9 @@ def test_a_model_without_a_cacheable_prefix_kind_is_refused(kind: str) -> None:
         ([GOOD, but(CHUNKS, sliding_window=72)], "groups[1].sliding_window"),
         ([GOOD, but(WINDOW, block_size=24)], "groups[1].block_size"),
         ([GOOD, but(WINDOW, block_size=8)], "groups[1].block_size"),
+        ([GOOD, but(WINDOW, main=True)], "groups[1].main"),
+        ([GOOD, but(SCRATCH, main=True)], "groups[1].main"),
+        ([but(GOOD, main=True), but(GOOD, index=1, main=True)], "groups[1].main"),
     ],
 )
 def test_the_first_bad_group_is_named(groups: list[GroupSpec], field: str) -> None:
@@ -108,6 +111,19 @@ def test_blocks_of_several_hash_units_are_served(hash_tokens: int) -> None:
 def test_a_scratch_group_may_have_anything() -> None:
     assert len(check_groups([GOOD, but(SCRATCH, block_size=1)])) == 2
     assert len(check_groups([GOOD, but(CHUNKS, block_size=5, sliding_window=3, cacheable=False)])) == 2
+
+
+@pytest.mark.parametrize(
+    ("groups", "main"),
+    [
+        ([GOOD, but(GOOD, index=1)], 0),
+        ([GOOD, but(GOOD, index=1, main=True)], 1),
+        ([but(WINDOW, index=0), but(GOOD, index=1), but(GOOD, index=2)], 1),
+        ([but(GOOD, cacheable=False), but(GOOD, index=1)], 1),
+    ],
+)
+def test_one_group_is_the_main_one(groups: list[GroupSpec], main: int) -> None:
+    assert [group.index for group in check_groups(groups) if group.main] == [main]
 
 
 def test_as_many_groups_as_the_pool_can_name() -> None:

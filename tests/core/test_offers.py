@@ -46,6 +46,9 @@ def test_a_good_offer_has_no_fault() -> None:
         ({"extra_keys": [None, ((("deep",),),), None]}, "bad_extra_keys"),
         ({"extra_keys": [None, ({"a": 1},), None]}, "bad_extra_keys"),
         ({"parent": None}, None),
+        ({"lora_id": 2**63 - 1}, None),
+        ({"lora_id": 2**63}, "bad_lora"),
+        ({"lora_id": -1}, "bad_lora"),
     ],
 )
 def test_lengths_must_describe_the_same_blocks(fields: dict, fault: str | None) -> None:

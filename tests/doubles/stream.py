@@ -19,7 +19,7 @@ from kvevents_service.wire.packing import pack_int32
 BLOCK, UNIT = 4, 2
 HASH_BYTES = 32
 WINDOW = GroupSpec(0, "sliding_window", BLOCK, 8)
-MAIN = GroupSpec(1, "full_attention", BLOCK)
+MAIN = GroupSpec(1, "full_attention", BLOCK, main=True)
 STATE = GroupSpec(2, "mamba", BLOCK)
 GROUPS = (WINDOW, MAIN, STATE)
 MEDIA = ("GPU", "CPU", "STORAGE", "EXTERNAL", "TAPE")
