@@ -61,6 +61,7 @@ def made_by_the_code() -> dict[str, bytes]:
     region = control.Region("layer.0", 0, 0, BLOCK_BYTES, BLOCK_BYTES, BLOCKS)
     offer = control.Offer("req-1", 0, b"".join(HASHES), pack_int32(TOKENS), pack_int32([0, 1, 2]))
     meta = snapshot(offer, group, "CPU", HASH_BYTES)
+    main = snapshot(offer, msgspec.structs.replace(group, main=True), "CPU", HASH_BYTES)
     messages = {
         "hello": control.Hello(
             1, "engine", "example-0", "example/model-a", HASH_BYTES, [group], [memory], [region]
@@ -81,16 +82,11 @@ def made_by_the_code() -> dict[str, bytes]:
         **{name: bytes(encode_message(message)) for name, message in messages.items()},
         "stored-batch": encode_batch(EventBatch(TS, [stored_event(meta)], 0)),
         "removed-batch": encode_batch(EventBatch(TS, [removed], 0)),
-        "llm-d-batch": encode(DIALECTS["llm-d"], (as_main(meta),), TS, 0),
+        "llm-d-batch": encode(DIALECTS["llm-d"], (main,), TS, 0),
         "cleared-batch": encode_batch(EventBatch(TS, [AllBlocksCleared()], 0)),
         "replay-request": replay_request(0)[1],
         "replay-end": REPLAY_END[2],
     }
-
-
-def as_main(meta: BlockStoreMeta) -> BlockStoreMeta:
-    """As the sidecar makes it: the only group is the main one."""
-    return msgspec.structs.replace(meta, group=msgspec.structs.replace(meta.group, main=True))
 
 
 BLOCKS_OF_SPEC = hex_blocks()
