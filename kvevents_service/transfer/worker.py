@@ -45,7 +45,8 @@ class CopyWorker:
         self._clock = clock
         self._copy = store_blocks if kind == "store" else load_blocks
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self._open: set[TransferFuture] = set()
+        self._open: dict[TransferFuture, EngineMemory] = {}
+        self._running: TransferFuture | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"kvevents-{kind}")
 
     def __repr__(self) -> str:
@@ -54,15 +55,24 @@ class CopyWorker:
     def submit(self, transfer: TransferMeta, memory: EngineMemory) -> TransferFuture:
         """Queue one copy."""
         future = TransferFuture(transfer, loop=asyncio.get_running_loop())
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
+        self._open[future] = memory
+        future.add_done_callback(self._open.pop)
         self._jobs.put_nowait(_Job(future, memory))
         return future
+
+    def drop(self, memory: EngineMemory) -> None:
+        """This memory's owner is gone: fail what is queued on it. A copy that runs goes on to its end."""
+        for future, its_memory in tuple(self._open.items()):
+            if its_memory is memory and future is not self._running and not future.done():
+                future.set_exception(CopyFailed("the memory's owner is gone"))
 
     async def run(self) -> None:
         """Copy until cancelled. A copy that is running when it is cancelled is waited for by `close`."""
         while True:
             future, memory = await self._jobs.get()
+            if future.done():  # dropped while it was queued
+                continue
+            self._running = future
             try:
                 await self._perform(future.meta, memory)
             except CopyFailed as error:
@@ -88,4 +98,5 @@ class CopyWorker:
         """Wait for the copy that is running, end the thread, and fail whatever has not ended."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         for future in tuple(self._open):
-            future.set_exception(CopyFailed("the worker was closed"))
+            if not future.done():
+                future.set_exception(CopyFailed("the worker was closed"))

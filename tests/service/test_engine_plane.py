@@ -115,7 +115,7 @@ async def test_blocks_outlive_their_engine_and_serve_the_next_one(run, engine) -
         await asyncio.to_thread(first.store, chain(3, 1), [7])
         assert await asyncio.to_thread(first.client.close, 5.0)
         second = await asyncio.to_thread(engine)
-        assert len(service.sidecar.sessions) == 1
+        assert len(service.sidecar.roster.engines) == 1
         assert await asyncio.to_thread(second.load, chain(3, 1), [20]) == 1
         assert second.holds(20, 99)
 
