@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from kvevents_service.config import ServeConfig
+from kvevents_service.config import ServeConfig, TierSettings
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.groups import check_groups
 from kvevents_service.core.metadata import TransferMeta
@@ -24,7 +24,8 @@ from kvevents_service.core.tier import TierSpec
 from kvevents_service.errors import ControlError
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.roster import Engine, Head, Roster, Session
-from kvevents_service.transfer.arena import HostArena
+from kvevents_service.transfer.arena import HostStorage, Storage
+from kvevents_service.transfer.disk import DiskStorage
 from kvevents_service.transfer.lanes import Lanes
 from kvevents_service.transfer.memory import EngineMemory
 from kvevents_service.transfer.worker import CopyFailed, TransferFuture
@@ -32,7 +33,6 @@ from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Re
 
 log = logging.getLogger(__name__)
 
-MEDIUM = "CPU"
 TICK_S = 1.0
 HASH_BYTES = range(8, 65)
 MAX_SLOTS = 1 << 24
@@ -68,6 +68,7 @@ class Sidecar:
         self.roster = Roster()
         self.tier: OpenTier | None = None
         self.draining = False
+        self._storage = _storage(config.tier)
         self._reports = RankReports()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -165,23 +166,28 @@ class Sidecar:
             self._close_tier(tier)
         self.tier = self._empty_tier(head, 0)
         if sizes:
-            arenas = [HostArena(capacity, sum(of_rank)) for of_rank in sizes]
+            arenas = self._storage.arenas(capacity, [sum(of_rank) for of_rank in sizes])
             lanes = tuple(Lanes(arena, self.clock) for arena in arenas)
             self.tier = self._empty_tier(head, capacity)._replace(sizes=sizes, lanes=lanes)
-            log.info("tier %s: %d blocks of %d bytes", MEDIUM, capacity, self.tier.block_bytes)
+            log.info("tier %s: %d blocks of %d bytes", self._storage.medium, capacity, self.tier.block_bytes)
         return self.tier
 
     def _empty_tier(self, head: Head, capacity: int) -> OpenTier:
-        scheduler = OffloadScheduler(TierSpec(MEDIUM, capacity, head.hash_bytes, head.groups, head.hash_tokens))
+        medium = self._storage.medium
+        scheduler = OffloadScheduler(TierSpec(medium, capacity, head.hash_bytes, head.groups, head.hash_tokens))
         if self.tier is not None:
             scheduler.tier.counters.update(self.tier.scheduler.tier.counters)
         return OpenTier(head, (), scheduler, ())
 
     def _capacity(self, block_bytes: int) -> int:
-        blocks = self.config.host_bytes // block_bytes
-        if not blocks:
-            raise ControlError("tier_too_small", "host_bytes", f"at least one block, {block_bytes} bytes")
-        return min(blocks, MAX_SLOTS)
+        tier = self.config.tier
+        fitting = tier.size_bytes // block_bytes
+        if not fitting:
+            raise ControlError("tier_too_small", f"{tier.prefix}_bytes", f"at least one block, {block_bytes} bytes")
+        if (tier.max_blocks or 0) > fitting:
+            expected = f"at most {fitting}: {tier.prefix}_bytes holds no more blocks of {block_bytes} bytes"
+            raise ControlError("tier_too_small", f"{tier.prefix}_blocks", expected)
+        return min(tier.max_blocks or fitting, MAX_SLOTS)
 
     # commands
 
@@ -256,6 +262,7 @@ class Sidecar:
             tasks = [task for lanes in tier.lanes for task in lanes.tasks]
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
+        self._storage.close()
 
     def _close_tier(self, tier: OpenTier) -> None:
         for lanes in tier.lanes:
@@ -284,10 +291,18 @@ class Sidecar:
         if residents and self.tier is not None:
             scheduler = self.tier.scheduler
             shelves = [
-                Residents(MEDIUM, group, b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_hashes(group)))
+                Residents(
+                    self._storage.medium,
+                    group,
+                    b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_hashes(group)),
+                )
                 for group in range(len(scheduler.pool.index))
             ]
         return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)
+
+
+def _storage(tier: TierSettings) -> Storage:
+    return HostStorage() if tier.directory is None else DiskStorage(tier.directory, tier.size_bytes)
 
 
 def _head(hello: Hello) -> Head:

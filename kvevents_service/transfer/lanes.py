@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvevents_service.core.metadata import TransferMeta
-from kvevents_service.transfer.arena import HostArena
+from kvevents_service.transfer.arena import Arena
 from kvevents_service.transfer.memory import EngineMemory
 from kvevents_service.transfer.worker import CopyWorker, TransferFuture
 
@@ -14,7 +14,7 @@ from kvevents_service.transfer.worker import CopyWorker, TransferFuture
 class Lanes:
     """Copies between one rank's memory and its arena. `close` ends what it started; the tasks end soon after."""
 
-    def __init__(self, arena: HostArena, clock: Callable[[], float]) -> None:
+    def __init__(self, arena: Arena, clock: Callable[[], float]) -> None:
         self.arena = arena
         self._workers = {kind: CopyWorker(kind, arena, clock) for kind in ("store", "load")}
         self.tasks = [asyncio.create_task(worker.run()) for worker in self._workers.values()]

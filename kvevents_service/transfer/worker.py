@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.errors import KvEventsError
-from kvevents_service.transfer.arena import HostArena
-from kvevents_service.transfer.copy import load_blocks, store_blocks
+from kvevents_service.transfer.arena import Arena
 from kvevents_service.transfer.memory import EngineMemory
 
 
@@ -38,12 +37,12 @@ class _Job(NamedTuple):
 class CopyWorker:
     """Copies in one direction ("store" or "load"). The scheduler bounds how much can be queued."""
 
-    def __init__(self, kind: str, arena: HostArena, clock: Callable[[], float]) -> None:
+    def __init__(self, kind: str, arena: Arena, clock: Callable[[], float]) -> None:
         self.kind = kind
         self.bytes_moved = 0
         self._arena = arena
         self._clock = clock
-        self._copy = store_blocks if kind == "store" else load_blocks
+        self._copy = arena.store if kind == "store" else arena.load
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._open: dict[TransferFuture, EngineMemory] = {}
         self._running: TransferFuture | None = None
@@ -87,9 +86,7 @@ class CopyWorker:
             raise CopyFailed("the engine's memory has shrunk below its mapping")
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(
-                self._executor, self._copy, memory, self._arena, meta.engine_blocks, meta.slots
-            )
+            await loop.run_in_executor(self._executor, self._copy, memory, meta.engine_blocks, meta.slots)
         except Exception as error:  # the border of a copy: a worker that ended would hold every later transfer
             raise CopyFailed(f"{type(error).__name__}: {error}") from error
         self.bytes_moved += meta.blocks * self._arena.block_bytes

@@ -48,13 +48,14 @@ async def fold(service, next_seq: int) -> Residency:
     raise AssertionError("the stream ended")
 
 
-async def assert_stream_is_true(service, inspected: Inspected) -> None:
+async def assert_stream_is_true(service, inspected: Inspected, medium: str = "CPU") -> None:
     """The oracle: the fold of the stream is the resident set (I4)."""
     folded = await fold(service, inspected.next_seq)
     folded.check()
     packed = inspected.residents[0].block_hashes
     resident = {key64(packed[i : i + 8]) for i in range(0, len(packed), inspected.hash_bytes)}
-    assert folded.hashes("CPU", 0) == resident
+    assert folded.hashes(medium, 0) == resident
+    assert len(folded) == len(resident)
 
 
 async def test_stored_blocks_come_back_byte_for_byte(run, engine) -> None:
