@@ -73,20 +73,14 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self._check_endpoint("replay", self.replay)
 
     def _check_tier(self) -> None:
-        disk = self.disk_path is not None
+        disk, alone = self.disk_path is not None, "beside a disk tier: one tier at a time for now"
         for setting in ("disk_bytes", "disk_blocks"):
             _expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
-        if disk:
-            _expect(
-                self.disk_path not in ("", None) and "\0" not in str(self.disk_path), "disk_path", "a directory"
-            )
+        if self.disk_path is not None:
+            _expect("\0" not in self.disk_path and self.disk_path != "", "disk_path", "a directory")
             _expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
-            _expect(
-                not self.host_bytes, "host_bytes", "0 or nothing beside a disk tier: one tier at a time for now"
-            )
-            _expect(
-                self.host_blocks is None, "host_blocks", "nothing beside a disk tier: one tier at a time for now"
-            )
+            _expect(not self.host_bytes, "host_bytes", f"0 or nothing {alone}")
+            _expect(self.host_blocks is None, "host_blocks", f"nothing {alone}")
         for setting in ("disk_bytes", "disk_blocks", "host_blocks", *(() if disk else ("host_bytes",))):
             value = getattr(self, setting)
             _expect(value is None or value > 0, setting, "a positive whole number")
