@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,15 +24,30 @@ def default_engine_socket() -> str:
     return str(directory / "engine.sock")
 
 
+class TierSettings(NamedTuple):
+    """The one tier of a sidecar. `prefix` begins the names of its settings, as in `host_bytes`."""
+
+    prefix: str
+    size_bytes: int
+    max_blocks: int | None = None
+    directory: str | None = None
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a sidecar is told. Every field is a key of the TOML file; the commonest are flags, too.
 
-    `host_bytes` is the size of the CPU tier. `pub` and `replay` are ZeroMQ endpoints to bind; port 0 takes a free
-    one. Addresses that other machines can reach need `allow_remote`: events carry prompt tokens.
+    `host_bytes` is the size of the CPU tier (1 GiB if nothing is said). With `disk_path`, a directory, and
+    `disk_bytes` the tier is a file there instead. `host_blocks` and `disk_blocks` cap the tier in blocks.
+    `pub` and `replay` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other machines can
+    reach need `allow_remote`: events carry prompt tokens.
     """
 
     engine_socket: str = msgspec.field(default_factory=default_engine_socket)
-    host_bytes: int = DEFAULT_HOST_BYTES
+    host_bytes: int | None = None
+    host_blocks: int | None = None
+    disk_path: str | None = None
+    disk_bytes: int | None = None
+    disk_blocks: int | None = None
     pub: str = "tcp://127.0.0.1:5557"
     replay: str | None = "tcp://127.0.0.1:5558"
     topic: str = ""
@@ -44,7 +60,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for setting in ("host_bytes", "retained_batches", "retained_bytes", "send_high_water_mark"):
+        self._check_tier()
+        for setting in ("retained_batches", "retained_bytes", "send_high_water_mark"):
             _expect(getattr(self, setting) > 0, setting, "a positive whole number")
         _expect(self.dp_rank >= 0, "dp_rank", "0 or a positive whole number")
         _expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
@@ -54,6 +71,26 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._check_endpoint("pub", self.pub)
         if self.replay is not None:
             self._check_endpoint("replay", self.replay)
+
+    def _check_tier(self) -> None:
+        disk, alone = self.disk_path is not None, "beside a disk tier: one tier at a time for now"
+        for setting in ("disk_bytes", "disk_blocks"):
+            _expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
+        if self.disk_path is not None:
+            _expect("\0" not in self.disk_path and self.disk_path != "", "disk_path", "a directory")
+            _expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
+            _expect(not self.host_bytes, "host_bytes", f"0 or nothing {alone}")
+            _expect(self.host_blocks is None, "host_blocks", f"nothing {alone}")
+        for setting in ("disk_bytes", "disk_blocks", "host_blocks", *(() if disk else ("host_bytes",))):
+            value = getattr(self, setting)
+            _expect(value is None or value > 0, setting, "a positive whole number")
+
+    @property
+    def tier(self) -> TierSettings:
+        """The tier that these settings ask for."""
+        if self.disk_path is not None:
+            return TierSettings("disk", self.disk_bytes or 0, self.disk_blocks, self.disk_path)
+        return TierSettings("host", self.host_bytes or DEFAULT_HOST_BYTES, self.host_blocks)
 
     def _check_endpoint(self, setting: str, endpoint: str) -> None:
         _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
@@ -77,7 +114,9 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     try:
         return msgspec.convert(settings, ServeConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(str(path or "flags"), f"known settings of the right type ({error})") from error
+        named = re.search(r"at `\$\.(\w+)`", str(error))
+        setting = named[1] if named else str(path or "flags")
+        raise ConfigError(setting, f"a known setting of the right type ({error})") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

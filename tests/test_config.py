@@ -15,6 +15,24 @@ from kvevents_service.errors import ConfigError
         ({"host_bytes": -5}, "host_bytes"),
         ({"host_bytes": 1.5}, "host_bytes"),
         ({"host_bytes": "1G"}, "host_bytes"),
+        ({"host_bytes": True}, "host_bytes"),
+        ({"host_blocks": 0}, "host_blocks"),
+        ({"host_blocks": 2.0}, "host_blocks"),
+        ({"disk_bytes": 4096}, "disk_path"),
+        ({"disk_blocks": 4}, "disk_path"),
+        ({"disk_path": "d"}, "disk_bytes"),
+        ({"disk_path": "", "disk_bytes": 4096}, "disk_path"),
+        ({"disk_path": "d\0", "disk_bytes": 4096}, "disk_path"),
+        ({"disk_path": 7, "disk_bytes": 4096}, "disk_path"),
+        ({"disk_path": "d", "disk_bytes": 0}, "disk_bytes"),
+        ({"disk_path": "d", "disk_bytes": -4096}, "disk_bytes"),
+        ({"disk_path": "d", "disk_bytes": 4096.0}, "disk_bytes"),
+        ({"disk_path": "d", "disk_bytes": True}, "disk_bytes"),
+        ({"disk_path": "d", "disk_bytes": "4096"}, "disk_bytes"),
+        ({"disk_path": "d", "disk_bytes": 4096, "disk_blocks": 0}, "disk_blocks"),
+        ({"disk_path": "d", "disk_bytes": 4096, "disk_blocks": 1.5}, "disk_blocks"),
+        ({"disk_path": "d", "disk_bytes": 4096, "host_bytes": 1}, "host_bytes"),
+        ({"disk_path": "d", "disk_bytes": 4096, "host_blocks": 1}, "host_blocks"),
         ({"dp_rank": -1}, "dp_rank"),
         ({"pub": "127.0.0.1:5557"}, "pub"),
         ({"pub": "tcp://127.0.0.1"}, "pub"),
@@ -33,8 +51,33 @@ from kvevents_service.errors import ConfigError
     ],
 )
 def test_a_setting_that_cannot_work_is_named(settings: dict[str, object], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError) as error:
         load_config(None, settings)
+    assert error.value.setting == named or f"`{named}`" in error.value.expected
+    assert error.value.expected
+
+
+@pytest.mark.parametrize("value", ["4096.0", "true", "'4096'", "1e3"])
+@pytest.mark.parametrize("setting", ["host_bytes", "disk_bytes", "host_blocks", "disk_blocks"])
+def test_what_is_no_whole_number_in_a_file_is_named(tmp_path: Path, setting: str, value: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(f"{setting} = {value}\n")
+    with pytest.raises(ConfigError, match=r"expected a known setting of the right type \(Expected `int") as error:
+        load_config(path, {})
+    assert error.value.setting == setting
+
+
+@pytest.mark.parametrize(
+    ("settings", "tier"),
+    [
+        ({}, ("host", 1 << 30, None, None)),
+        ({"host_bytes": 5, "host_blocks": 2}, ("host", 5, 2, None)),
+        ({"disk_path": "d", "disk_bytes": 7}, ("disk", 7, None, "d")),
+        ({"disk_path": "d", "disk_bytes": 7, "disk_blocks": 3, "host_bytes": 0}, ("disk", 7, 3, "d")),
+    ],
+)
+def test_there_is_one_tier(settings: dict[str, object], tier: tuple[object, ...]) -> None:
+    assert load_config(None, settings).tier == tier
 
 
 def test_remote_addresses_must_be_asked_for() -> None:

@@ -139,6 +139,7 @@ def test_the_table_of_bounds_is_the_source() -> None:
         "descriptors on a hello": str(handshake.MAX_FDS),
         "sessions": str(engines.MAX_SESSIONS),
         "groups": str(groups.MAX_GROUPS),
+        "ranks of an engine": str(handshake.MAX_RANKS),
         "hash width": f"{sidecar.HASH_BYTES.start} to {sidecar.HASH_BYTES.stop - 1} bytes",
         "blocks waiting to be stored": str(limits.max_pending_blocks),
         "leases": str(limits.max_leases),
@@ -225,6 +226,8 @@ HELLO = [
     [[0, "full_attention", BLOCK_TOKENS, None, True, False]],
     [[BLOCKS * BLOCK_BYTES, None]],
     [["layer.0", 0, 0, BLOCK_BYTES, BLOCK_BYTES, BLOCKS]],
+    0,
+    1,
     0,
 ]
 OFFER = ["req-1", 0, b"".join(HASHES), int32s(TOKENS), int32s([0, 1, 2]), None, None, None, None, None]

@@ -27,6 +27,8 @@ GC_THRESHOLD = 50_000
     "--engine-socket", metavar="PATH", help="Unix domain socket for engines. [default: see the ready line]"
 )
 @click.option("--host-bytes", type=int, metavar="N", help="Size of the CPU tier in bytes. [default: 1 GiB]")
+@click.option("--disk-path", metavar="D", help="Keep the tier in a file in this directory instead.")
+@click.option("--disk-bytes", type=int, metavar="N", help="Size of the disk tier in bytes.")
 @click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
 @click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")
 @click.option("--topic", metavar="T", help="Topic of every message. [default: empty]")
@@ -64,7 +66,7 @@ def _run(config: ServeConfig) -> int:
     import uvloop
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if config.host_bytes > memory:
+    if config.tier.directory is None and config.tier.size_bytes > memory:
         raise ConfigError("host_bytes", f"at most {memory}, the memory of this machine")
 
     from kvevents_service.service.app import Ready, serve

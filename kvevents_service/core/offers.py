@@ -13,6 +13,7 @@ Every block that is not stored is counted under one reason:
     not_a_chain     hashes repeat, or a later block is known where an earlier one is not
     backlog         too many blocks are already waiting to be copied
     no_room         every block of the tier is in use
+    ranks_absent    not every rank of the engine has registered its memory
     store_dropped   the copy failed, the tier was reset meanwhile, the engine died, or the parent's store failed
 """
 
@@ -43,6 +44,7 @@ DECLINE_REASONS: Final = (
     "not_a_chain",
     "backlog",
     "no_room",
+    "ranks_absent",
     "store_dropped",
 )
 

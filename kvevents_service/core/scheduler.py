@@ -13,7 +13,8 @@ from kvevents_service.core.offers import DECLINE_REASONS
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.stores import Stores
 from kvevents_service.core.tier import Limits, Tier, TierSpec
-from kvevents_service.wire.control import Hit, Load, Lookup, Release, Reset, ResetDone, Step
+from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release, Reset, ResetDone, Step, StepDone
+from kvevents_service.wire.packing import INT32_BYTES
 
 _COUNTED = (
     "blocks_stored",
@@ -43,8 +44,21 @@ class OffloadScheduler:
         return f"<OffloadScheduler {self.pool!r} stores={len(self.stores)} loads={len(self.loads)}>"
 
     def hello(self, session_id: int, engine_blocks: int) -> None:
-        """A session registered memory of `engine_blocks` blocks; its block ids are below that."""
+        """All ranks of a session are there; block ids are below `engine_blocks`, the fewest that one has."""
         self.tier.engine_blocks[session_id] = engine_blocks
+
+    def rank_gone(self, session_id: int) -> None:
+        """A rank's memory is away: until the next hello nothing is copied for the session. Its leases live on."""
+        if session_id in self.tier.engine_blocks:
+            self.tier.engine_blocks[session_id] = 0
+
+    @property
+    def in_use(self) -> bool:
+        """A session is here whose memory has taken part."""
+        return bool(self.tier.engine_blocks)
+
+    def _all_there(self, session_id: int) -> bool:
+        return self.tier.engine_blocks.get(session_id, 0) > 0
 
     def goodbye(self, session_id: int) -> None:
         """The engine is gone: leases end, stores under way announce nothing. What it stored stays."""
@@ -54,19 +68,32 @@ class OffloadScheduler:
 
     def step(self, session_id: int, step: Step, now: float) -> list[Command]:
         """Store what is new of a step's offers; end what finished or lost its blocks. ControlError: no change."""
-        commands = self.stores.begin(session_id, step, now)
+        there = self._all_there(session_id)
+        commands = self.stores.begin(session_id, step, now) if there else self._decline(session_id, step)
         for request_id in step.finished:
             self.finish(session_id, request_id)
         for request_id in step.preempted:
             self.preempt(session_id, request_id)
         return commands
 
+    def _decline(self, session_id: int, step: Step) -> list[Command]:
+        blocks = sum(len(offer.block_ids) // INT32_BYTES for offer in step.offers)
+        self.tier.counters["declined_ranks_absent"] += blocks
+        return [Reply(session_id, StepDone(step.step_id, 0, 0, blocks))]
+
     def lookup(self, session_id: int, lookup: Lookup, now: float) -> Hit:
         """The longest loadable prefix of a chain, pinned. ControlError if the message cannot be meant."""
+        if not self._all_there(session_id):
+            self.tier.counters["lookups"] += 1
+            return Hit(lookup.call_id, 0)
         return self.loads.lookup(session_id, lookup, now)
 
     def load(self, session_id: int, load: Load, now: float) -> list[Command]:
         """Copy a leased hit into engine blocks. ControlError if the blocks are not the session's."""
+        if not self._all_there(session_id):
+            self.loads.release(session_id, Release(load.lease_id))
+            self.tier.counters["loads_refused"] += 1
+            return [Reply(session_id, Loaded(load.load_id, 0))]
         return self.loads.begin(session_id, load, now)
 
     def release(self, session_id: int, release: Release) -> None:

@@ -10,16 +10,12 @@ The contract for memory (I9): every step and load that is accepted (a number was
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvevents_service.engine.connection import dial
 from kvevents_service.engine.layout import EngineLayout
-from kvevents_service.engine.line import Line
-from kvevents_service.engine.link import Link
-from kvevents_service.errors import SidecarGone
+from kvevents_service.engine.registration import ENGINE_FAULTS, Registration, Timeouts
 from kvevents_service.wire.control import (
     PROTOCOL_VERSION,
     Hello,
@@ -38,16 +34,6 @@ from kvevents_service.wire.control import (
 )
 
 
-class Timeouts(NamedTuple):
-    """Seconds an engine is willing to wait."""
-
-    lookup_s: float = 0.05
-    send_s: float = 0.02
-    hello_s: float = 5.0
-    redial_s: float = 0.25
-    lease_s: float = 10.0
-
-
 class PrefixHit(NamedTuple):
     """`blocks` leading hash units can be loaded, pinned until loaded, released, or the lease runs out."""
 
@@ -63,52 +49,19 @@ class Completions(NamedTuple):
 
 
 NO_HIT = PrefixHit(0)
-ENGINE_FAULTS = (TypeError, ValueError, OverflowError, RecursionError, AttributeError)
-"""What an argument of the engine's that cannot be meant, or cannot be encoded, raises."""
 
 
-class OffloadClient:
+class OffloadClient(Registration):
     """An engine's side of the engine protocol."""
 
     def __init__(self, socket_path: str, layout: EngineLayout, timeouts: Timeouts | None = None) -> None:
-        self.socket_path = socket_path
         self.layout = layout
-        self.timeouts = timeouts or Timeouts()
-        self._line = Line(self.timeouts.send_s)
-        self.counters = self._line.counters
-        self._closing = False
-        self._keeper = threading.Thread(target=self._keep, name="kvevents-dial", daemon=True)
-        self._keeper.start()
-
-    def __repr__(self) -> str:
-        return f"<OffloadClient {self.socket_path} {self._line!r}>"
-
-    # state
-
-    @property
-    def connected(self) -> bool:
-        return self._line.link is not None
-
-    @property
-    def boot_id(self) -> str | None:
-        """The running sidecar's identity; None while it is away."""
-        link = self._line.link
-        return None if link is None else link.welcome.boot_id
-
-    @property
-    def last_error(self) -> str:
-        """Why the last thing failed; empty if nothing has."""
-        return self._line.last_error
+        super().__init__(socket_path, layout.fds, timeouts)
 
     @property
     def outstanding(self) -> int:
         """Steps and loads that have not been returned by `poll` yet."""
         return self._line.outstanding
-
-    def wait_connected(self, wait_s: float) -> bool:
-        """Wait until registered. For start-up; the step loop never needs it."""
-        with self._line.changed:
-            return self._line.changed.wait_for(lambda: self.connected or self._closing, wait_s)
 
     # the step loop
 
@@ -190,52 +143,11 @@ class OffloadClient:
         answer = self._line.ask(call, call.call_id, wait_s)
         return answer if isinstance(answer, Inspected) else None
 
-    def close(self, wait_s: float = 1.0) -> bool:
-        """Leave. True once the sidecar has let go of our memory.
-
-        False if it did not within `wait_s`: what is outstanding goes on, and ends in `poll` as ever.
-        """
-        with self._line.changed:
-            self._closing = True
-            self._line.changed.notify_all()
-            self._line.hang_up()
-        gone = self._line.let_go(wait_s)
-        self._keeper.join(wait_s)
-        return gone
-
-    # the keeper thread
-
-    def _keep(self) -> None:
-        while self._wait_disconnected():
-            try:
-                connection, welcome = dial(self.socket_path, self._hello(), self.layout.fds, self.timeouts.hello_s)
-            except (SidecarGone, *ENGINE_FAULTS) as error:
-                self._note_failed_dial(error)
-            else:
-                self._adopt(Link(connection, welcome))
-
-    def _wait_disconnected(self) -> bool:
-        with self._line.changed:
-            self._line.changed.wait_for(lambda: self._closing or not self.connected)
-            return not self._closing
-
-    def _note_failed_dial(self, error: Exception) -> None:
-        with self._line.changed:
-            self._line.last_error = str(error) or type(error).__name__
-            self._line.changed.wait_for(lambda: self._closing, self.timeouts.redial_s)
-
-    def _adopt(self, link: Link) -> None:
-        with self._line.lock:
-            if self._closing:
-                link.connection.close()
-            else:
-                self._line.adopt(link)
-
     def _hello(self) -> Hello:
         layout = self.layout
         return Hello(
             PROTOCOL_VERSION,
-            "engine" if layout.regions else "observer",
+            "engine" if layout.groups else "observer",
             layout.engine_id or f"pid-{os.getpid()}",
             layout.namespace,
             layout.hash_bytes,
@@ -243,6 +155,7 @@ class OffloadClient:
             list(layout.memories),
             list(layout.regions),
             layout.hash_tokens,
+            layout.ranks,
         )
 
 

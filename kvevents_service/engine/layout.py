@@ -34,16 +34,19 @@ class EngineLayout(NamedTuple):
 
     `namespace` must differ whenever KV bytes of equal hashes would differ: model, revision, dtype, layout.
     `fds` holds one descriptor for each memory without a shm_name, in order; the client never closes them.
+    With several `ranks`, memories and regions stay empty: each rank's `RankClient` brings its own. `engine_id` is
+    then a name that no other run of an engine has. Without groups it is no engine, but an observer.
     """
 
     engine_id: str
     namespace: str
     groups: Sequence[GroupSpec]
-    memories: Sequence[Memory]
-    regions: Sequence[Region]
+    memories: Sequence[Memory] = ()
+    regions: Sequence[Region] = ()
     fds: Sequence[int] = ()
     hash_bytes: int = 32
     hash_tokens: int = 0
+    ranks: int = 1
 
 
 def uniform_layers(layers: int, blocks: int, block_bytes: int) -> list[Region]:

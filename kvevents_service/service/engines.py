@@ -16,7 +16,7 @@ from kvevents_service.service.handshake import Greeting, check_peer, read_greeti
 from kvevents_service.service.session import EngineSession
 from kvevents_service.service.sidecar import Sidecar
 from kvevents_service.transfer.memory import EngineMemory, attach
-from kvevents_service.wire.control import PROTOCOL_VERSION, Error, Welcome
+from kvevents_service.wire.control import Error
 from kvevents_service.wire.framing import encode_message
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def _remove_stale(path: str) -> None:
 
 
 class EnginePlane:
-    """Accepts engines and observers until cancelled."""
+    """Accepts engines, workers and observers until cancelled."""
 
     def __init__(self, sidecar: Sidecar, path: str) -> None:
         self.sidecar = sidecar
@@ -132,27 +132,22 @@ class EnginePlane:
 
     async def _open(self, sock: socket.socket, greeting: Greeting) -> None:
         hello, memory = greeting.hello, await self._attach(greeting)
-        session = EngineSession(next(self._ids), self.sidecar, memory)
-        capacity = 0
+        session = EngineSession(next(self._ids), self.sidecar, memory, hello.role)
         try:
-            if memory is not None:
-                capacity = self.sidecar.admit(session, hello, memory).scheduler.tier.spec.capacity_blocks
-            loop = asyncio.get_running_loop()
-            await loop.connect_accepted_socket(lambda: session, sock)
+            welcome = self.sidecar.admit(session, hello)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: session, sock)
         except BaseException:
-            self.sidecar.dismiss(session)
-            if memory is not None:
-                memory.close()
+            session.connection_lost(None)
             raise
         self.sessions.add(session)
         session.closed.add_done_callback(lambda _: self.sessions.discard(session))
         log.info("session %d: %s %r", session.session_id, hello.role, hello.engine_id[:64])
-        block_bytes = memory.block_bytes if memory is not None else 0
-        session.send(Welcome(PROTOCOL_VERSION, self.sidecar.boot_id, session.session_id, capacity, block_bytes))
+        session.send(welcome)
 
     async def _attach(self, greeting: Greeting) -> EngineMemory | None:
         hello, fds = greeting
-        if hello.role == "engine":
+        bare = not (hello.memories or hello.regions or fds)
+        if hello.role == "worker" or (hello.role == "engine" and not bare):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(None, attach, hello.memories, hello.regions, fds)
         for fd in fds:

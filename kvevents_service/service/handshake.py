@@ -19,7 +19,8 @@ from kvevents_service.wire.framing import decode_client
 
 HELLO_DEADLINE_S = 5.0
 MAX_FDS = 64
-ROLES = ("engine", "observer")
+MAX_RANKS = 128
+ROLES = ("engine", "worker", "observer")
 _ANCILLARY_BYTES = socket.CMSG_LEN(MAX_FDS * array.array("i").itemsize)
 
 
@@ -58,7 +59,19 @@ def _check(message: object) -> Hello:
         raise ControlError("bad_protocol", "protocol", f"version {PROTOCOL_VERSION}")
     if message.role not in ROLES:
         raise ControlError("bad_role", "role", f"one of {', '.join(ROLES)}")
+    _check_ranks(message)
     return message
+
+
+def _check_ranks(hello: Hello) -> None:
+    if not 1 <= hello.ranks <= MAX_RANKS:
+        raise ControlError("bad_rank", "ranks", f"1 to {MAX_RANKS}")
+    if hello.role == "worker" and not 0 <= hello.rank < hello.ranks:
+        raise ControlError("bad_rank", "rank", f"0 to {hello.ranks - 1}, below ranks")
+    if hello.role == "worker" and not hello.engine_id:
+        raise ControlError("bad_hello", "engine_id", "the name of the worker's engine")
+    if hello.role == "engine" and hello.ranks > 1 and (hello.memories or hello.regions):
+        raise ControlError("bad_rank", "regions", "no memory from an engine of several ranks: its workers bring it")
 
 
 async def _read_frame(sock: socket.socket, fds: list[int]) -> bytes:

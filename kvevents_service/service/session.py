@@ -1,4 +1,4 @@
-"""One connected engine or observer: frames in, core verbs, frames out.
+"""One connected engine, worker or observer: frames in, core verbs, frames out.
 
 A frame that cannot be understood or may not be done is answered with an `Error` and changes nothing. The
 connection ends only by its own peer, by a broken frame border, or by a peer that does not read its answers; and
@@ -41,12 +41,12 @@ FRAMES_PER_TURN = 32
 class EngineSession(asyncio.Protocol):
     """The protocol of one session, after its hello."""
 
-    def __init__(self, session_id: int, sidecar: Sidecar, memory: EngineMemory | None) -> None:
+    def __init__(self, session_id: int, sidecar: Sidecar, memory: EngineMemory | None, role: str) -> None:
         self.session_id = session_id
         self.memory = memory
         self.copies = 0
         self.errors = 0
-        self.closed = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sidecar = sidecar
         self._reader = FrameReader()
         self._frames: deque[bytes | memoryview] = deque()
@@ -55,7 +55,7 @@ class EngineSession(asyncio.Protocol):
         self._ending = False
         self._verbs: dict[type, Callable[[Any], None]] = {
             Inspect: self._inspect,
-            **({} if memory is None else self._engine_verbs()),
+            **(self._engine_verbs() if role == "engine" else {}),
         }
 
     def __repr__(self) -> str:

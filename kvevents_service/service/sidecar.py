@@ -1,7 +1,7 @@
-"""The sidecar itself: performs what the core decides. One tier, its workers, its publisher, its sessions.
+"""The sidecar itself: performs what the core decides. One tier, its lanes, its publisher, its sessions.
 
-The first engine's hello makes the tier (its block size is the engine's). A later engine with the same namespace
-and layout shares it; one with another gets it emptied if no engine is left, else an error.
+The first engine's hello names the tier's layout; the memory of all its ranks sizes it. A later engine with the same
+layout shares it; one with another gets it emptied if no engine is left, else an error.
 """
 
 from __future__ import annotations
@@ -11,24 +11,28 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
-from kvevents_service.config import ServeConfig
+from kvevents_service.config import ServeConfig, TierSettings
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.groups import check_groups
 from kvevents_service.core.metadata import TransferMeta
+from kvevents_service.core.ranks import RankReports
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import TierSpec
 from kvevents_service.errors import ControlError
 from kvevents_service.service.publisher import Publisher
-from kvevents_service.transfer.arena import HostArena
+from kvevents_service.service.roster import Engine, Head, Roster, Session
+from kvevents_service.transfer.arena import HostStorage, Storage
+from kvevents_service.transfer.disk import DiskStorage
+from kvevents_service.transfer.lanes import Lanes
 from kvevents_service.transfer.memory import EngineMemory
-from kvevents_service.transfer.worker import CopyFailed, CopyWorker, TransferFuture
-from kvevents_service.wire.control import Hello, Inspected, Residents, SidecarMessage
+from kvevents_service.transfer.worker import CopyFailed, TransferFuture
+from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Residents, Welcome
 
 log = logging.getLogger(__name__)
 
-MEDIUM = "CPU"
 TICK_S = 1.0
 HASH_BYTES = range(8, 65)
 MAX_SLOTS = 1 << 24
@@ -36,37 +40,21 @@ MAX_SLOTS = 1 << 24
 KEY_BYTES = 8
 """An inspection names blocks by the last 8 bytes of their hash, as the event stream does."""
 
-
-class Session(Protocol):
-    """What the sidecar needs of a connected engine."""
-
-    session_id: int
-    memory: EngineMemory | None
-    copies: int
-
-    def send(self, message: SidecarMessage) -> None: ...
-
-    def copy_ended(self) -> None: ...
-
-
-class Layout(NamedTuple):
-    """What must agree for two engines to share a tier."""
-
-    namespace: str
-    hash_bytes: int
-    groups: tuple[tuple[int, str, int, int | None, bool], ...]
-    regions: tuple[int, ...]
-    hash_tokens: int
+BlockSizes = tuple[tuple[int, ...], ...]
+"""Per rank, the bytes of a block in each region."""
 
 
 class OpenTier(NamedTuple):
-    """A tier with the engines' layout, its bytes and its workers."""
+    """A tier with the engines' layout. Until all ranks of a first engine are there it has no sizes and no lanes."""
 
-    layout: Layout
+    head: Head
+    sizes: BlockSizes
     scheduler: OffloadScheduler
-    arena: HostArena
-    workers: dict[str, CopyWorker]
-    tasks: list[asyncio.Task[None]]
+    lanes: tuple[Lanes, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(map(sum, self.sizes))
 
 
 class Sidecar:
@@ -77,66 +65,129 @@ class Sidecar:
         self.publisher = publisher
         self.clock = clock
         self.boot_id = uuid.uuid4().hex
-        self.sessions: dict[int, Session] = {}
+        self.roster = Roster()
         self.tier: OpenTier | None = None
         self.draining = False
+        self._storage = _storage(config.tier)
+        self._reports = RankReports()
         self._idle = asyncio.Event()
         self._idle.set()
         self._copies = 0
         self._bytes_moved = 0
 
     def __repr__(self) -> str:
-        return f"<Sidecar {self.boot_id[:8]} engines={len(self.sessions)} copies={self._copies}>"
+        return f"<Sidecar {self.boot_id[:8]} {self.roster!r} copies={self._copies}>"
 
     # sessions
 
-    def admit(self, session: Session, hello: Hello, memory: EngineMemory) -> OpenTier:
-        """Register an engine. ControlError if its layout cannot share the tier that is in use."""
+    def admit(self, session: Session, hello: Hello) -> Welcome:
+        """Register a session. ControlError if it cannot share the tier that is in use; `dismiss` it then."""
+        match hello.role:
+            case "engine":
+                self._admit_engine(session, hello)
+            case "worker":
+                self._admit_worker(session, hello)
+        tier = self.tier
+        if tier is None or hello.role == "observer":
+            return Welcome(PROTOCOL_VERSION, self.boot_id, session.session_id, 0, 0)
+        capacity = tier.scheduler.tier.spec.capacity_blocks
+        return Welcome(PROTOCOL_VERSION, self.boot_id, session.session_id, capacity, tier.block_bytes)
+
+    def _admit_engine(self, session: Session, hello: Hello) -> None:
         self.check_open()
-        if hello.hash_bytes not in HASH_BYTES:
-            raise ControlError("bad_hello", "hash_bytes", f"{HASH_BYTES.start} to {HASH_BYTES.stop - 1}")
-        groups = check_groups(hello.groups, hello.hash_tokens)
-        unit = hello.hash_tokens or next(group.block_size for group in groups if group.cacheable)
-        layout = _layout(hello, unit)
-        tier = self._tier_for(layout, TierSpec(MEDIUM, self._capacity(memory), hello.hash_bytes, groups, unit))
-        tier.scheduler.hello(session.session_id, memory.blocks)
-        self.sessions[session.session_id] = session
-        return tier
+        engine = Engine(session, hello.engine_id, _head(hello))
+        self._check_head(engine.head)
+        self.roster.add_engine(engine)
+        self._join(engine)
+
+    def _admit_worker(self, session: Session, hello: Hello) -> None:
+        self.check_open()
+        self.roster.add_worker(session, hello)
+        engine = self.roster.engine_named(hello.engine_id)
+        if engine is not None:
+            self._join(engine)
 
     def check_open(self) -> None:
         """ControlError while draining: copies under way could else never come to an end."""
         if self.draining:
             raise ControlError("draining", "message", "a sidecar that is not shutting down")
 
-    def _capacity(self, memory: EngineMemory) -> int:
-        blocks = self.config.host_bytes // memory.block_bytes
-        if not blocks:
-            raise ControlError("tier_too_small", "host_bytes", f"at least one block, {memory.block_bytes} bytes")
-        return min(blocks, MAX_SLOTS)
+    def _check_head(self, head: Head) -> None:
+        if any(other.head != head for other in self.roster.engines.values()):
+            raise ControlError("other_layout", "namespace", "the namespace and layout of the running engine")
 
-    def _tier_for(self, layout: Layout, spec: TierSpec) -> OpenTier:
-        if self.tier is not None and self.tier.layout == layout:
-            return self.tier
-        if self.tier is not None:
-            if self.sessions:
-                raise ControlError("other_layout", "namespace", "the namespace and layout of the running engine")
-            if self._copies:
-                raise ControlError(
-                    "busy", "namespace", "to come again when the copies of the last engine have ended"
-                )
-            self.perform(self.tier.scheduler.clear()[0])
-            self._close_tier(self.tier)
-        arena = HostArena(spec.capacity_blocks, sum(layout.regions))
-        workers = {kind: CopyWorker(kind, arena, self.clock) for kind in ("store", "load")}
-        tasks = [asyncio.create_task(worker.run(), name=f"{kind}-worker") for kind, worker in workers.items()]
-        self.tier = OpenTier(layout, OffloadScheduler(spec), arena, workers, tasks)
-        log.info("tier %s: %d blocks of %d bytes", spec.medium, spec.capacity_blocks, arena.block_bytes)
-        return self.tier
+    def _join(self, engine: Engine) -> None:
+        """An engine or a rank of it has come: if that was the last one, its memory takes part from now on."""
+        holders = self.roster.holders(engine)
+        memories = {rank: holder.memory for rank, holder in holders.items() if holder.memory is not None}
+        self._check_sizes(engine, memories)
+        whole = len(memories) == engine.head.ranks
+        sizes = tuple(memories[rank].block_sizes for rank in range(engine.head.ranks)) if whole else ()
+        tier = self._tier_for(engine.head, sizes)
+        if whole:
+            tier.scheduler.hello(engine.session_id, min(memory.blocks for memory in memories.values()))
+
+    def _check_sizes(self, engine: Engine, memories: dict[int, EngineMemory]) -> None:
+        """A rank of a tier that engines use has one layout. Nobody uses it: it may be taken anew."""
+        tier = self.tier
+        if tier is None or tier.head != engine.head or not tier.scheduler.in_use:
+            return
+        for rank, memory in memories.items():
+            if memory.block_sizes != tier.sizes[rank]:
+                sizes = ", ".join(map(str, tier.sizes[rank]))
+                raise ControlError("other_layout", "regions", f"those of rank {rank}: block_bytes {sizes}")
 
     def dismiss(self, session: Session) -> None:
-        """An engine is gone. Its blocks stay in the tier."""
-        if self.sessions.pop(session.session_id, None) is not None and self.tier is not None:
-            self.tier.scheduler.goodbye(session.session_id)
+        """An engine or a worker is gone. Blocks stay in the tier; what is queued on its memory fails."""
+        engine, tier = self.roster.remove(session), self.tier
+        if tier is None:
+            return
+        if engine is not None and engine.session is session:
+            tier.scheduler.goodbye(session.session_id)
+        elif engine is not None:
+            tier.scheduler.rank_gone(engine.session_id)
+            self._reports.lose(engine.session_id)
+        if session.memory is not None:
+            for lanes in tier.lanes:
+                lanes.drop(session.memory)
+
+    # the tier
+
+    def _tier_for(self, head: Head, sizes: BlockSizes) -> OpenTier:
+        """The tier with this layout; without sizes, whatever sizes it has. It is made if it is another one."""
+        tier = self.tier
+        if tier is not None and tier.head == head and sizes in ((), tier.sizes):
+            return tier
+        capacity = self._capacity(sum(map(sum, sizes))) if sizes else 0
+        if self._copies:
+            raise ControlError("busy", "namespace", "to come again when the copies of the last engine have ended")
+        if tier is not None:
+            self.perform(tier.scheduler.clear()[0])
+            self._close_tier(tier)
+        self.tier = self._empty_tier(head, 0)
+        if sizes:
+            arenas = self._storage.arenas(capacity, [sum(of_rank) for of_rank in sizes])
+            lanes = tuple(Lanes(arena, self.clock) for arena in arenas)
+            self.tier = self._empty_tier(head, capacity)._replace(sizes=sizes, lanes=lanes)
+            log.info("tier %s: %d blocks of %d bytes", self._storage.medium, capacity, self.tier.block_bytes)
+        return self.tier
+
+    def _empty_tier(self, head: Head, capacity: int) -> OpenTier:
+        medium = self._storage.medium
+        scheduler = OffloadScheduler(TierSpec(medium, capacity, head.hash_bytes, head.groups, head.hash_tokens))
+        if self.tier is not None:
+            scheduler.tier.counters.update(self.tier.scheduler.tier.counters)
+        return OpenTier(head, (), scheduler, ())
+
+    def _capacity(self, block_bytes: int) -> int:
+        tier = self.config.tier
+        fitting = tier.size_bytes // block_bytes
+        if not fitting:
+            raise ControlError("tier_too_small", f"{tier.prefix}_bytes", f"at least one block, {block_bytes} bytes")
+        if (tier.max_blocks or 0) > fitting:
+            expected = f"at most {fitting}: {tier.prefix}_bytes holds no more blocks of {block_bytes} bytes"
+            raise ControlError("tier_too_small", f"{tier.prefix}_blocks", expected)
+        return min(tier.max_blocks or fitting, MAX_SLOTS)
 
     # commands
 
@@ -149,30 +200,35 @@ class Sidecar:
                 case Copy(transfer):
                     self._start_copy(transfer)
                 case Reply(session_id, message):
-                    if session_id in self.sessions:
-                        self.sessions[session_id].send(message)
+                    if session_id in self.roster.engines:
+                        self.roster.engines[session_id].session.send(message)
 
     def _start_copy(self, transfer: TransferMeta) -> None:
-        session, tier = self.sessions[transfer.session_id], self.tier
+        """On every rank: the scheduler asks for copies only while all of them are there."""
+        engine, tier = self.roster.engines[transfer.session_id], self.tier
         assert tier is not None, "only a tier's scheduler asks for a copy"
-        assert session.memory is not None, "only an engine with memory offers or loads"
-        session.copies += 1
-        self._copies += 1
+        self._reports.begin(transfer, len(tier.lanes))
+        engine.session.copies += 1
         self._idle.clear()
-        future = tier.workers[transfer.kind].submit(transfer, session.memory)
-        future.add_done_callback(lambda _: self._copy_ended(future, session, tier))
+        for rank, holder in self.roster.holders(engine).items():
+            assert holder.memory is not None, "a rank is there when its memory is"
+            holder.copies += 1
+            self._copies += 1
+            future = tier.lanes[rank].submit(transfer, holder.memory)
+            future.add_done_callback(partial(self._rank_ended, rank, holder, engine.session, tier))
 
-    def _copy_ended(self, future: TransferFuture, session: Session, tier: OpenTier) -> None:
-        session.copies -= 1
+    def _rank_ended(
+        self, rank: int, holder: Session, engine: Session, tier: OpenTier, future: TransferFuture
+    ) -> None:
+        holder.copies -= 1
         self._copies -= 1
-        try:
-            future.result()
-        except (CopyFailed, asyncio.CancelledError) as error:
-            log.warning("%s of %d blocks failed: %s", future.meta.kind, future.meta.blocks, error)
-            self.perform(tier.scheduler.fail(future.meta))
-        else:
-            self.perform(tier.scheduler.complete(future.meta))
-        session.copy_ended()
+        good = self._reports.report(future.meta, rank, good=_went_well(future, rank))
+        if good is not None:
+            engine.copies -= 1
+            end = tier.scheduler.complete if good else tier.scheduler.fail
+            self.perform(end(future.meta))
+            engine.copy_ended()
+        holder.copy_ended()
         if not self._copies:
             self._idle.set()
 
@@ -201,30 +257,31 @@ class Sidecar:
     async def close(self) -> None:
         """End the workers; what they had queued has been failed or done."""
         if self.tier is not None:
-            tasks = self._close_tier(self.tier)
-            self.tier = None
+            tier, self.tier = self.tier, None
+            self._close_tier(tier)
+            tasks = [task for lanes in tier.lanes for task in lanes.tasks]
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
+        self._storage.close()
 
-    def _close_tier(self, tier: OpenTier) -> list[asyncio.Task[None]]:
-        for task in tier.tasks:
-            task.cancel()
-        for worker in tier.workers.values():
-            worker.close()
-            self._bytes_moved += worker.bytes_moved
-        return tier.tasks
+    def _close_tier(self, tier: OpenTier) -> None:
+        for lanes in tier.lanes:
+            lanes.close()
+            self._bytes_moved += lanes.bytes_moved
 
     # instruments
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges of every part."""
         tier = self.tier
-        moved = sum(worker.bytes_moved for worker in tier.workers.values()) if tier else 0
+        moved = sum(lanes.bytes_moved for lanes in tier.lanes) if tier else 0
         return {
             **(tier.scheduler.stats() if tier else {}),
             **self.publisher.stats(),
             "bytes_moved": self._bytes_moved + moved,
-            "sessions": len(self.sessions),
+            **self._reports.counters,
+            "sessions": len(self.roster.engines),
+            "workers": self.roster.workers,
             "copies": self._copies,
         }
 
@@ -234,13 +291,32 @@ class Sidecar:
         if residents and self.tier is not None:
             scheduler = self.tier.scheduler
             shelves = [
-                Residents(MEDIUM, group, b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_names(group)))
+                Residents(
+                    self._storage.medium,
+                    group,
+                    b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_names(group)),
+                )
                 for group in range(len(scheduler.pool.index))
             ]
         return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)
 
 
-def _layout(hello: Hello, unit: int) -> Layout:
-    groups = tuple((g.index, g.kind, g.block_size, g.sliding_window, g.cacheable) for g in hello.groups)
-    sizes = tuple(region.block_bytes for region in hello.regions)
-    return Layout(hello.namespace, hello.hash_bytes, groups, sizes, unit)
+def _storage(tier: TierSettings) -> Storage:
+    return HostStorage() if tier.directory is None else DiskStorage(tier.directory, tier.size_bytes)
+
+
+def _head(hello: Hello) -> Head:
+    if hello.hash_bytes not in HASH_BYTES:
+        raise ControlError("bad_hello", "hash_bytes", f"{HASH_BYTES.start} to {HASH_BYTES.stop - 1}")
+    groups = check_groups(hello.groups, hello.hash_tokens)
+    unit = hello.hash_tokens or next(group.block_size for group in groups if group.cacheable)
+    return Head(hello.namespace, hello.hash_bytes, groups, unit, hello.ranks)
+
+
+def _went_well(future: TransferFuture, rank: int) -> bool:
+    try:
+        future.result()
+    except (CopyFailed, asyncio.CancelledError) as error:
+        log.warning("%s of %d blocks failed on rank %d: %s", future.meta.kind, future.meta.blocks, rank, error)
+        return False
+    return True

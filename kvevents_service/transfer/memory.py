@@ -30,7 +30,8 @@ class EngineMemory:
         self._sizes = [len(mapping) for mapping in maps]
         self.regions = tuple(regions)
         self.blocks = min(region.blocks for region in regions)
-        self.block_bytes = sum(region.block_bytes for region in regions)
+        self.block_sizes = tuple(region.block_bytes for region in regions)
+        self.block_bytes = sum(self.block_sizes)
         self._maps = maps
         self.dtype = _widest(regions)
         unit = self.dtype.itemsize

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.errors import KvEventsError
-from kvevents_service.transfer.arena import HostArena
-from kvevents_service.transfer.copy import load_blocks, store_blocks
+from kvevents_service.transfer.arena import Arena
 from kvevents_service.transfer.memory import EngineMemory
 
 
@@ -38,14 +37,15 @@ class _Job(NamedTuple):
 class CopyWorker:
     """Copies in one direction ("store" or "load"). The scheduler bounds how much can be queued."""
 
-    def __init__(self, kind: str, arena: HostArena, clock: Callable[[], float]) -> None:
+    def __init__(self, kind: str, arena: Arena, clock: Callable[[], float]) -> None:
         self.kind = kind
         self.bytes_moved = 0
         self._arena = arena
         self._clock = clock
-        self._copy = store_blocks if kind == "store" else load_blocks
+        self._copy = arena.store if kind == "store" else arena.load
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self._open: set[TransferFuture] = set()
+        self._open: dict[TransferFuture, EngineMemory] = {}
+        self._running: TransferFuture | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"kvevents-{kind}")
 
     def __repr__(self) -> str:
@@ -54,15 +54,24 @@ class CopyWorker:
     def submit(self, transfer: TransferMeta, memory: EngineMemory) -> TransferFuture:
         """Queue one copy."""
         future = TransferFuture(transfer, loop=asyncio.get_running_loop())
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
+        self._open[future] = memory
+        future.add_done_callback(self._open.pop)
         self._jobs.put_nowait(_Job(future, memory))
         return future
+
+    def drop(self, memory: EngineMemory) -> None:
+        """This memory's owner is gone: fail what is queued on it. A copy that runs goes on to its end."""
+        for future, its_memory in tuple(self._open.items()):
+            if its_memory is memory and future is not self._running and not future.done():
+                future.set_exception(CopyFailed("the memory's owner is gone"))
 
     async def run(self) -> None:
         """Copy until cancelled. A copy that is running when it is cancelled is waited for by `close`."""
         while True:
             future, memory = await self._jobs.get()
+            if future.done():  # dropped while it was queued
+                continue
+            self._running = future
             try:
                 await self._perform(future.meta, memory)
             except CopyFailed as error:
@@ -77,9 +86,7 @@ class CopyWorker:
             raise CopyFailed("the engine's memory has shrunk below its mapping")
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(
-                self._executor, self._copy, memory, self._arena, meta.engine_blocks, meta.slots
-            )
+            await loop.run_in_executor(self._executor, self._copy, memory, meta.engine_blocks, meta.slots)
         except Exception as error:  # the border of a copy: a worker that ended would hold every later transfer
             raise CopyFailed(f"{type(error).__name__}: {error}") from error
         self.bytes_moved += meta.blocks * self._arena.block_bytes
@@ -88,4 +95,5 @@ class CopyWorker:
         """Wait for the copy that is running, end the thread, and fail whatever has not ended."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         for future in tuple(self._open):
-            future.set_exception(CopyFailed("the worker was closed"))
+            if not future.done():
+                future.set_exception(CopyFailed("the worker was closed"))

@@ -88,8 +88,11 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False):
-    """First frame of a session. `role` is "engine" (offers, looks up, loads) or "observer" (inspects).
+    """First frame of a session. `role` is "engine" (offers, looks up, loads), "worker" (brings the memory of one
+    rank of the engine named `engine_id`, and inspects) or "observer" (inspects).
 
+    `ranks` is how many ranks hold the model's KV memory; an engine and its workers say the same number. `rank` is
+    the worker's own. An engine of several ranks brings no memory itself.
     `hash_tokens` is the number of tokens a hash unit has; 0: the block size of the first cacheable group.
     `namespace` names everything that must agree for KV bytes to be interchangeable (model, weights revision,
     dtype, layout, hash seed). Blocks are never shared across namespaces.
@@ -104,6 +107,8 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False)
     memories: list[Memory] = []
     regions: list[Region] = []
     hash_tokens: int = 0
+    ranks: int = 1
+    rank: int = 0
 
 
 class Step(msgspec.Struct, array_like=True, tag="step", frozen=True, gc=False):
@@ -168,7 +173,11 @@ class Inspect(msgspec.Struct, array_like=True, tag="inspect", frozen=True, gc=Fa
 
 
 class Welcome(msgspec.Struct, array_like=True, tag="welcome", frozen=True, gc=False):
-    """The session stands. A new `boot_id` means a new sidecar: everything known of the old one is void."""
+    """The session stands. A new `boot_id` means a new sidecar: everything known of the old one is void.
+
+    `capacity_blocks` and `block_bytes` (of all ranks together) are the tier's: 0 as long as it has no size, because
+    no engine has had all its ranks yet.
+    """
 
     protocol: int
     boot_id: str

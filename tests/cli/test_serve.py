@@ -103,6 +103,24 @@ def test_bad_settings_exit_with_2_and_name_the_setting(serve) -> None:
     assert (code, err) == (2, "kvevents serve: host_bytes: expected a positive whole number\n")
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--host-bytes", "0", "--disk-bytes", "4096"], "disk_path"),
+        (["--host-bytes", "0", "--disk-path", "/tmp"], "disk_bytes"),
+        (["--host-bytes", "1", "--disk-path", "/tmp", "--disk-bytes", "4096"], "host_bytes"),
+        (["--host-bytes", "0", "--disk-path", "/dev/null", "--disk-bytes", "4096"], "disk_path"),
+        (["--host-bytes", "0", "--disk-path", "/tmp", "--disk-bytes", str(1 << 60)], "disk_bytes"),
+        (["--disk-bytes", "4096.0"], "'--disk-bytes'"),
+        (["--disk-bytes", "true"], "'--disk-bytes'"),
+    ],
+)
+def test_a_disk_tier_that_cannot_work_exits_with_2_and_is_named(serve, flags: list[str], named: str) -> None:
+    code, err = serve(*flags).end()
+    assert code == 2
+    assert named in err
+
+
 def test_a_taken_port_exits_with_2(serve) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         other.bind("tcp://127.0.0.1:0")

@@ -1,6 +1,7 @@
 """The offload scheduler under every order of events that hypothesis can think of (I1-I4, I6-I9, I12).
 
 Models of one to three groups: full attention beside windows, chunks and states, blocks of one, two or three units.
+Engines of one to four ranks, each of which copies in its own time, fails by itself, dies and comes back.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def _twice(good: Offer) -> Offer:
 
 
 FAULTS = [_cut_tokens, _cut_hash, _odd_hash, _extra_keys, _short_parent, _foreign_parent, _twice]
+ranks = st.sampled_from([0, 1, 1, 2, 3])
 leases_s = st.sampled_from([0, 5.0, 1e9, float("inf")])
 rarely = st.booleans()
 mutations = st.sampled_from([None] * 12 + FAULTS)
@@ -109,9 +111,9 @@ class Offloading(RuleBasedStateMachine):
     world: World
     now = 0.0
 
-    @initialize(capacity=st.integers(4, 20))
-    def start(self, capacity: int) -> None:
-        self.world = World(OffloadScheduler(TierSpec(MEDIUM, capacity, 32, self.model, UNIT), LIMITS))
+    @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4))
+    def start(self, capacity: int, ranks: int) -> None:
+        self.world = World(OffloadScheduler(TierSpec(MEDIUM, capacity, 32, self.model, UNIT), LIMITS), ranks)
         self.scheduler = self.world.scheduler
         self.groups = self.world.groups
         self.step_units = step_tokens(self.model) // UNIT
@@ -131,8 +133,14 @@ class Offloading(RuleBasedStateMachine):
     @rule(place=places, data=st.data(), finished=few_requests, preempted=few_requests)
     def step(self, place: int, data: Any, finished: list[str], preempted: list[str]) -> None:
         offers = [found for _ in range(data.draw(st.integers(1, 3))) for found in self.some_offer(data)]
-        step = Step(self.next_id(), offers, finished, preempted)
-        self.world.step(self.sessions[place], step, self.now)
+        self.say(place, Step(self.next_id(), offers, finished, preempted))
+
+    def say(self, place: int, step: Step) -> None:
+        """An engine whose ranks are not all there is not held up: its blocks are declined at once."""
+        session_id = self.sessions[place]
+        present, blocks = self.world.present(session_id), sum(len(offer.block_ids) // 4 for offer in step.offers)
+        counts = self.world.step(session_id, step, self.now)
+        assert present or counts == [0, 0, blocks]
 
     def some_offer(self, data: Any) -> list[Offer]:
         """The end of a prompt's table in some group; it may be bad."""
@@ -159,7 +167,7 @@ class Offloading(RuleBasedStateMachine):
         )
 
     def store(self, place: int, offers: list[Offer]) -> None:
-        self.world.step(self.sessions[place], Step(self.next_id(), offers), self.now)
+        self.say(place, Step(self.next_id(), offers))
 
     def table(self, path: Path, group: GroupSpec, numbers: Iterable[int] | None = None) -> list[Offer]:
         """These logical blocks of a prompt, all of them if not said: one offer a run without null blocks."""
@@ -195,10 +203,10 @@ class Offloading(RuleBasedStateMachine):
         self.world.settle(position, good=True)
 
     @precondition(lambda self: self.world.pending)
-    @rule(count=st.integers(1, 6))
-    def complete_the_oldest(self, count: int) -> None:
-        for _ in range(min(count, len(self.world.pending))):
-            self.world.settle(0, good=True)
+    @rule(count=st.integers(1, 6), twice=rarely)
+    def complete_the_oldest(self, count: int, twice: bool) -> None:
+        for _ in range(min(count * len(self.world.ranks), len(self.world.pending))):
+            self.world.settle(0, good=True, twice=twice)
 
     @precondition(lambda self: self.world.pending)
     @rule(position=st.integers(0, 63))
@@ -253,10 +261,10 @@ class Offloading(RuleBasedStateMachine):
         self, place: int, request_id: str, path: Path, start: int, lease_s: float, *, fine: bool = False
     ) -> Grant | None:
         call = Lookup(self.next_id(), request_id, hashes(path, start), lease_s, start * UNIT, fine)
-        full = len(self.world.live) >= LIMITS.max_leases
+        nothing = len(self.world.live) >= LIMITS.max_leases or not self.world.present(self.sessions[place])
         hit = self.scheduler.lookup(self.sessions[place], call, self.now)
         assert hit.call_id == call.call_id
-        assert hit.blocks == (0 if full else self.world.servable(path, start, fine=fine))
+        assert hit.blocks == (0 if nothing else self.world.servable(path, start, fine=fine))
         assert (hit.lease_id is None) == (hit.blocks == 0)
         if hit.lease_id is None:
             return None
@@ -299,11 +307,11 @@ class Offloading(RuleBasedStateMachine):
             units = self.implied_units(grant, blocks)
         alive = grant.lease_id in self.world.live and session_id == grant.session_id
         valid = grant.resets == self.world.resets and self.fits(grant, units, blocks)
-        under_way = len(self.scheduler.loads)
+        present, under_way = self.world.present(session_id), len(self.scheduler.loads)
         ids = pack_int32(self.block_ids(blocks))
         load = Load(self.next_id(), grant.request_id, grant.lease_id, ids, units if said else None)
         self.world.load(session_id, load, units, self.now)
-        assert len(self.scheduler.loads) - under_way == (alive and valid)
+        assert len(self.scheduler.loads) - under_way == (alive and valid and present)
 
     def blocks_for(self, grant: Grant, units: int) -> int:
         """How many blocks the first units of a hit need in all groups."""
@@ -367,10 +375,22 @@ class Offloading(RuleBasedStateMachine):
         self.sessions[place] = self.next_id() + 100
         self.world.hello(self.sessions[place])
 
+    @rule(place=places, rank=ranks, running=st.integers(0, 3), really=rarely)
+    def rank_dies(self, place: int, rank: int, running: int, really: bool) -> None:
+        if really and rank in self.world.ranks:
+            self.world.rank_dies(self.sessions[place], rank, running)
+
+    @rule(place=places)
+    def ranks_return(self, place: int) -> None:
+        for rank in self.world.ranks:
+            self.world.rank_returns(self.sessions[place], rank)
+
     # refusals
 
     @rule(place=places, path=paths, data=st.data())
     def refused_message(self, place: int, path: Path, data: Any) -> None:
+        if not self.world.present(self.sessions[place]):
+            return  # nothing of it is looked at
         before = _fingerprint(self.scheduler)
         act = data.draw(st.sampled_from(sorted(REFUSED)))
         with pytest.raises(ControlError):
@@ -390,6 +410,7 @@ class Offloading(RuleBasedStateMachine):
         world = self.world
         while world.pending:
             world.settle(len(world.pending) // 2, good=len(world.pending) % 3 != 0)
+        self.ranks_return(0)
         for session_id in self.sessions:
             world.end_request(session_id, "a", preempt=False)
         world.tick(self.now + LIMITS.max_lease_s)
@@ -406,7 +427,8 @@ class Offloading(RuleBasedStateMachine):
         capacity = self.world.pool.capacity
         path = (4,) * (capacity * units_of(group))
         self.store(0, self.table(path, group))
-        self.world.settle(0, good=True)
+        while self.world.pending:
+            self.world.settle(0, good=True)
         self.world.check()
         wanted = {key64(block_at(path, group, number).block_hash) for number in range(capacity)}
         assert self.world.fold.hashes(MEDIUM, group.index) == wanted

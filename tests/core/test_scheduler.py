@@ -283,9 +283,45 @@ def test_a_block_outside_the_engines_memory_is_refused(block_id: int) -> None:
         step(InstantCopies(open_tier()), EF.offer([5, block_id]))
 
 
-def test_an_unknown_session_has_no_memory() -> None:
+# ranks
+
+
+def test_without_all_its_ranks_a_session_is_answered_at_once_and_nothing_is_copied() -> None:
+    copies = InstantCopies(open_tier())
+    store(copies, ABCD.part(0, 2))
+    hit = lookup(copies.scheduler, ABCD)
+    copies.scheduler.rank_gone(1)
+    assert step(copies, EF.offer([5, 600])) == [StepDone(1, 0, 0, 2)]
+    assert lookup(copies.scheduler, ABCD) == Hit(1, 0)
+    assert load(copies, hit, 8, 9) == [Loaded(9, 0)]
+    stats = copies.scheduler.stats()
+    assert (stats["declined_ranks_absent"], stats["loads_refused"], stats["leases"]) == (2, 1, 0)
+    assert lookup(copies.scheduler, ABCD, session_id=2).blocks == 2
+    copies.scheduler.hello(1, 6)
+    assert lookup(copies.scheduler, ABCD).blocks == 2
     with pytest.raises(ControlError, match="bad_block_ids"):
-        step(InstantCopies(open_tier()), EF.offer([5, 6]), session_id=3)
+        step(copies, EF.offer([5, 6]))
+
+
+def test_a_step_without_all_ranks_still_ends_its_requests() -> None:
+    copies = InstantCopies(open_tier())
+    store(copies, ABCD)
+    lookup(copies.scheduler, ABCD)
+    copies.scheduler.rank_gone(1)
+    copies.scheduler.step(1, Step(2, [], ["r"]), 0.0)
+    assert copies.scheduler.stats()["leases"] == 0
+
+
+def test_a_rank_of_a_session_that_left_changes_nothing() -> None:
+    scheduler = open_tier()
+    scheduler.goodbye(1)
+    scheduler.goodbye(2)
+    scheduler.rank_gone(1)
+    assert not scheduler.in_use
+
+
+def test_a_session_that_never_had_memory_stores_nothing() -> None:
+    assert step(InstantCopies(open_tier()), EF.offer([5, 6]), session_id=3) == [StepDone(1, 0, 0, 2)]
 
 
 # lookups and loads

@@ -1,5 +1,8 @@
 """The shell around the scheduler, simulated down to the bytes: engines, an arena, copies that end when told.
 
+Each engine has one or more ranks with memory of their own, and the tier has an arena for each. A rank can die; it
+comes back with empty memory.
+
 `World.perform` is the judge. Whatever the scheduler commands is checked against what is true at that moment:
 what is announced is there, what is copied is free to be written, what is answered was asked.
 """
@@ -14,6 +17,7 @@ from core.prompts import PATHS, Block, Path, block, key64, unit_hash, units_of
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.metadata import Announcement, TransferMeta
+from kvevents_service.core.ranks import RankReports
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.slots import PENDING, READY
@@ -38,6 +42,25 @@ class Need(NamedTuple):
 
     group: GroupSpec
     number: int
+
+
+class Bytes(NamedTuple):
+    """What a rank holds of a block: its own part, which is no other rank's."""
+
+    rank: int
+    content: Content
+
+
+Memory = dict[int, Bytes | None]
+"""Blocks of one rank of an engine."""
+
+
+class RankCopy(NamedTuple):
+    """A transfer as one rank's worker has it, with the memory it was given."""
+
+    transfer: TransferMeta
+    rank: int
+    memory: Memory
 
 
 class Grant(NamedTuple):
@@ -67,23 +90,27 @@ class Writer:
 
     def __init__(self, transfer: TransferMeta) -> None:
         self.transfer = transfer
-        self.copied = self.void = self.ended = False
+        self.ranks_copied: set[int] = set()
+        self.void = self.ended = False
 
 
 class World:
-    """One scheduler with its engines."""
+    """One scheduler with its engines, each of as many ranks."""
 
-    def __init__(self, scheduler: OffloadScheduler) -> None:
+    def __init__(self, scheduler: OffloadScheduler, ranks: int = 1) -> None:
         self.scheduler = scheduler
+        self.ranks = range(ranks)
+        self.reports = RankReports()
         self.pool = scheduler.pool
         self.model = scheduler.tier.spec.groups
         self.groups = cacheable(self.model)
-        self.arena: list[Content | None] = [None] * self.pool.capacity
-        self.engines: dict[int, dict[int, Content | None]] = {}
+        self.arenas: list[list[Bytes | None]] = [[None] * self.pool.capacity for _ in self.ranks]
+        self.engines: dict[int, dict[int, Memory]] = {}
         self.fold = Residency({group.index: group.block_size for group in self.model})
         self.located: dict[tuple[int, int], int] = {}
         self.writers: dict[int, Writer] = {}
-        self.pending: list[TransferMeta] = []
+        self.pending: list[RankCopy] = []
+        self.doomed: set[TransferMeta] = set()
         self.steps: dict[tuple[int, int], int] = {}
         self.loads: dict[tuple[int, int], Order] = {}
         self.live: dict[int, Grant] = {}
@@ -93,8 +120,35 @@ class World:
     # what engines say
 
     def hello(self, session_id: int) -> None:
-        self.engines[session_id] = {}
+        self.engines[session_id] = {rank: {} for rank in self.ranks}
         self.scheduler.hello(session_id, ENGINE_BLOCKS)
+
+    def present(self, session_id: int) -> bool:
+        """Every rank has registered its memory."""
+        return len(self.engines[session_id]) == len(self.ranks)
+
+    def rank_dies(self, session_id: int, rank: int, running: int) -> None:
+        """What is queued on its memory fails at once; `running`: a bit for each copy that goes on."""
+        memory = self.engines[session_id].pop(rank, None)
+        if memory is None:
+            return
+        self.doomed |= {copy.transfer for copy in self.pending if copy.transfer.session_id == session_id}
+        for writer in self._unannounced():
+            writer.void |= writer.transfer in self.doomed
+        self.scheduler.rank_gone(session_id)
+        self.reports.lose(session_id)
+        mine = [copy for copy in self.pending if copy.memory is memory]
+        for copy in [copy for number, copy in enumerate(mine) if not running >> number & 1]:
+            self.settle(self.pending.index(copy), good=False)
+
+    def rank_returns(self, session_id: int, rank: int) -> None:
+        """With empty memory, and not before the connection it had has ended: its last copy, that is."""
+        theirs = [copy.rank for copy in self.pending if copy.transfer.session_id == session_id]
+        if rank in self.engines[session_id] or rank in theirs:
+            return
+        self.engines[session_id][rank] = {}
+        if self.present(session_id):
+            self.scheduler.hello(session_id, ENGINE_BLOCKS)
 
     def goodbye(self, session_id: int) -> None:
         for writer in self._unannounced():
@@ -110,7 +164,8 @@ class World:
                 name = offer.block_hashes[32 * place : 32 * place + 32]
                 if not name and offer.inner:
                     name = offer.inner[-1].block_hash
-                self.engines[session_id][block_id] = Content(offer.group, name)
+                for rank, memory in self.engines[session_id].items():
+                    memory[block_id] = Bytes(rank, Content(offer.group, name))
         commands = self.scheduler.step(session_id, step, now)
         for request_id in [*step.finished, *step.preempted]:
             self._forget_request(session_id, request_id)
@@ -222,24 +277,29 @@ class World:
             slot = self.pool.inner_slot(group, block_hash)
         assert slot is not None
         path = PATHS[key64(block_hash)]
-        assert self.holds(self.arena[slot], Need(self.model[group], self.number_of(group, path)), path, len(path))
-        assert self.writers[slot].copied
+        need = Need(self.model[group], self.number_of(group, path))
+        assert all(self.holds(self.arenas[rank][slot], rank, need, path, len(path)) for rank in self.ranks)
+        assert self.writers[slot].ranks_copied == set(self.ranks)
         assert not self.writers[slot].void
         self.located[group, key64(block_hash)] = slot
 
     def _start(self, transfer: TransferMeta) -> None:
         assert 0 < len(transfer.slots) == len(transfer.engine_blocks) == len(set(transfer.slots))
-        busy = {slot for other in self.pending if other.kind == "store" for slot in other.slots}
+        assert self.present(transfer.session_id), "a copy that not every rank can do"
+        under_way = {copy.transfer for copy in self.pending}
+        busy = {slot for other in under_way if other.kind == "store" for slot in other.slots}
         assert busy.isdisjoint(transfer.slots), "a slot that is being written"
         if transfer.kind == "store":
-            read = {slot for other in self.pending for slot in other.slots}
+            read = {slot for other in under_way for slot in other.slots}
             assert read.isdisjoint(transfer.slots), "a slot that is being read"
             assert set(self.located.values()).isdisjoint(transfer.slots), "rewritten before its removal (I3)"
             writer = Writer(transfer)
             for slot in transfer.slots:
-                self.arena[slot] = None
                 self.writers[slot] = writer
-        self.pending.append(transfer)
+                for arena in self.arenas:
+                    arena[slot] = None
+        self.reports.begin(transfer, len(self.ranks))
+        self.pending += [RankCopy(transfer, rank, self.engines[transfer.session_id][rank]) for rank in self.ranks]
 
     def _step_done(self, session_id: int, done: StepDone) -> list[int]:
         offered = self.steps.pop((session_id, done.step_id))
@@ -259,30 +319,46 @@ class World:
         assert grant is not None
         assert loaded.blocks == units
         assert grant.resets == self.resets, "bytes from before a reset"
+        assert self.present(session_id), "bytes for a rank that is gone"
         end = grant.start + units
-        for block_id, need in zip(ids, self.needs(end, grant.start), strict=True):
-            assert self.holds(self.engines[session_id][block_id], need, grant.path, end), "wrong KV bytes"
+        for rank, memory in self.engines[session_id].items():
+            for block_id, need in zip(ids, self.needs(end, grant.start), strict=True):
+                assert self.holds(memory[block_id], rank, need, grant.path, end), "wrong KV bytes"
 
     def _check_no_copy(self, kind: str, session_id: int, owner_id: int) -> None:
         """I9: the engine was told that no copy touches its blocks any more."""
         owner = (kind, session_id, owner_id)
-        assert owner not in [(copy.kind, copy.session_id, copy.owner_id) for copy in self.pending]
+        under_way = [copy.transfer for copy in self.pending]
+        assert owner not in [(transfer.kind, transfer.session_id, transfer.owner_id) for transfer in under_way]
 
     # copies
 
-    def settle(self, position: int, *, good: bool) -> None:
-        """A pending copy ends."""
-        transfer = self.pending.pop(position % len(self.pending))
-        memory = self.engines[transfer.session_id]
+    def settle(self, position: int, *, good: bool, twice: bool = False) -> None:
+        """A rank's copy ends. `twice`: it says so again, and that means nothing."""
+        copy = self.pending.pop(position % len(self.pending))
+        transfer, arena = copy.transfer, self.arenas[copy.rank]
         for block_id, slot in zip(transfer.engine_blocks, transfer.slots, strict=True):
             if transfer.kind == "load":
-                memory[block_id] = self.arena[slot] if good else None
+                copy.memory[block_id] = arena[slot] if good else None
             else:
-                self.arena[slot] = memory[block_id] if good else None
+                arena[slot] = copy.memory[block_id] if good else None
         if transfer.kind == "store":
             writer = self.writers[transfer.slots[0]]
-            writer.copied, writer.void = good, writer.void or not good
-        self.perform(self.scheduler.complete(transfer) if good else self.scheduler.fail(transfer))
+            writer.ranks_copied |= {copy.rank} if good else set()
+            writer.void |= not good
+        self.doomed |= set() if good else {transfer}
+        self._report(copy, good=good)
+        if twice:
+            self._report(copy, good=not good)
+
+    def _report(self, copy: RankCopy, *, good: bool) -> None:
+        end = self.reports.report(copy.transfer, copy.rank, good=good)
+        if end is None:
+            return
+        assert not any(other.transfer is copy.transfer for other in self.pending), "ended before its last rank"
+        assert end == (copy.transfer not in self.doomed), "a rank failed or died in the middle of it, or none did"
+        self.doomed.discard(copy.transfer)
+        self.perform((self.scheduler.complete if end else self.scheduler.fail)(copy.transfer))
 
     def _unannounced(self) -> list[Writer]:
         return [writer for writer in self.writers.values() if not writer.ended]
@@ -310,6 +386,7 @@ class World:
         owed = len(self.loads) + len(self.steps)
         assert stats["transfers"] == owed
         assert self.pending or not owed, "nothing is under way, yet somebody is still waited for"
+        assert len(self.reports) == len({copy.transfer for copy in self.pending})
 
     def _check_group(self, group: GroupSpec) -> None:
         """I4: stream == pool. I6: prefix-closed where the kind asks for it, every block for itself elsewhere."""
@@ -349,12 +426,12 @@ class World:
         """What a prefix of `end` units needs that begins behind `start` local ones, group after group."""
         return [Need(group, number) for group in self.groups for number in needed(group, end * UNIT, start * UNIT)]
 
-    def holds(self, content: Content | None, need: Need, path: Path, end: int) -> bool:
-        """Whether these bytes are those of a prompt's block, up to unit `end` at least."""
+    def holds(self, held: Bytes | None, rank: int, need: Need, path: Path, end: int) -> bool:
+        """Whether these bytes are a rank's part of a prompt's block, up to unit `end` at least."""
         group, number = need
-        if content is None or content.group != group.index:
+        if held is None or (held.rank, held.content.group) != (rank, group.index):
             return False
-        own, units = PATHS[key64(content.block_hash)], units_of(group)
+        own, units = PATHS[key64(held.content.block_hash)], units_of(group)
         stop = min(end, (number + 1) * units)
         enough = len(own) >= stop if group.kind in PREFIX else len(own) == stop
         return enough and self.number_of(group.index, own) == number and own[:stop] == path[:stop]
@@ -386,7 +463,7 @@ class World:
     def check_idle(self) -> None:
         """I12: with everything ended, nothing is held."""
         scheduler, pool = self.scheduler, self.pool
-        assert not any((self.pending, self.steps, self.loads, self.live))
+        assert not any((self.pending, self.doomed, len(self.reports), self.steps, self.loads, self.live))
         assert not any((pool.pinned(), scheduler.stores.pending_blocks))
         assert not any(map(len, (scheduler.stores, scheduler.loads, scheduler.loads.requests)))
         assert pool.free_slots + pool.count(READY) == pool.capacity

@@ -17,7 +17,7 @@ from kvevents_service.testing import Chain
 from kvevents_service.wire.control import GroupSpec, Memory
 from kvevents_service.wire.packing import pack_int32
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 BLOCK_SIZE, BLOCKS, LAYERS, LAYER_BYTES = 4, 64, 2, 64
 PATIENT = Timeouts(lookup_s=5.0, send_s=1.0, redial_s=0.02)
 

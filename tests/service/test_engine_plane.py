@@ -48,13 +48,14 @@ async def fold(service, next_seq: int) -> Residency:
     raise AssertionError("the stream ended")
 
 
-async def assert_stream_is_true(service, inspected: Inspected) -> None:
+async def assert_stream_is_true(service, inspected: Inspected, medium: str = "CPU") -> None:
     """The oracle: the fold of the stream is the resident set (I4)."""
     folded = await fold(service, inspected.next_seq)
     folded.check()
     packed = inspected.residents[0].block_hashes
     resident = {key64(packed[i : i + 8]) for i in range(0, len(packed), inspected.hash_bytes)}
-    assert folded.hashes("CPU", 0) == resident
+    assert folded.hashes(medium, 0) == resident
+    assert len(folded) == len(resident)
 
 
 async def test_stored_blocks_come_back_byte_for_byte(run, engine) -> None:
@@ -115,7 +116,7 @@ async def test_blocks_outlive_their_engine_and_serve_the_next_one(run, engine) -
         await asyncio.to_thread(first.store, chain(3, 1), [7])
         assert await asyncio.to_thread(first.client.close, 5.0)
         second = await asyncio.to_thread(engine)
-        assert len(service.sidecar.sessions) == 1
+        assert len(service.sidecar.roster.engines) == 1
         assert await asyncio.to_thread(second.load, chain(3, 1), [20]) == 1
         assert second.holds(20, 99)
 

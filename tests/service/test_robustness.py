@@ -185,7 +185,7 @@ async def test_a_flood_from_one_engine_leaves_the_loop_to_the_others(run) -> Non
     from kvevents_service.wire.control import Inspect
 
     async with run() as service:
-        session = EngineSession(99, service.sidecar, None)
+        session = EngineSession(99, service.sidecar, None, "observer")
         transport = CountingTransport()
         session.connection_made(transport)
         session.data_received(b"".join(bytes(encode_message(Inspect(n))) for n in range(3 * FRAMES_PER_TURN)))
@@ -239,5 +239,4 @@ async def test_tiny_blocks_do_not_make_the_books_larger_than_the_tier(run) -> No
     from kvevents_service.service.sidecar import MAX_SLOTS
 
     async with run(host_bytes=1 << 40) as service:
-        memory = type("Memory", (), {"block_bytes": 1})()
-        assert service.sidecar._capacity(memory) == MAX_SLOTS
+        assert service.sidecar._capacity(1) == MAX_SLOTS

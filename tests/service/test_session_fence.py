@@ -40,7 +40,7 @@ class Pipe(asyncio.Transport):
 
 def connected(copies: int, unread: int = 0) -> tuple[EngineSession, Pipe, Books]:
     books, pipe = Books(), Pipe(unread)
-    session = EngineSession(1, books, None)  # type: ignore[arg-type]
+    session = EngineSession(1, books, None, "observer")  # type: ignore[arg-type]
     session.copies = copies
     session.connection_made(pipe)
     return session, pipe, books

@@ -1,6 +1,7 @@
 """Workers copy in order, carry the metadata on the future, and outlive a failing copy."""
 
 import asyncio
+import threading
 from array import array
 from collections.abc import AsyncIterator
 
@@ -22,10 +23,14 @@ def transfer(blocks: list[int], slots: list[int], deadline: float = 200.0) -> Tr
     return TransferMeta(1, "store", 1, 1, array("i", blocks), array("i", slots), deadline)
 
 
-@pytest.fixture
-def memory() -> EngineMemory:
+def engine_memory() -> EngineMemory:
     shared = SharedMemory.create(8 * 64)
     return attach([Memory(8 * 64)], uniform_layers(1, 8, 64), [shared.fd])
+
+
+@pytest.fixture
+def memory() -> EngineMemory:
+    return engine_memory()
 
 
 @pytest_asyncio.fixture
@@ -68,3 +73,31 @@ async def test_transfers_end_in_the_order_they_were_given(worker: CopyWorker, me
         future.add_done_callback(lambda _, number=number: ended.append(number))
     await asyncio.wait_for(asyncio.gather(*futures), 10)
     assert ended == list(range(8))
+
+
+async def test_what_is_queued_on_memory_that_is_gone_fails_at_once_and_nothing_else(
+    worker: CopyWorker, memory: EngineMemory
+) -> None:
+    gate = threading.Event()
+    worker._executor.submit(gate.wait)
+    other = engine_memory()
+    running, queued, others = (
+        worker.submit(transfer([i], [i]), one) for i, one in enumerate([memory, memory, other])
+    )
+    await asyncio.sleep(0)  # the worker takes the first one
+    worker.drop(memory)
+    assert (running.done(), queued.done(), others.done()) == (False, True, False)
+    with pytest.raises(CopyFailed, match="owner is gone"):
+        await queued
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(running, others), 10)
+    assert worker.bytes_moved == 2 * 64
+
+
+async def test_a_worker_that_is_closed_after_a_drop_fails_nothing_twice(memory: EngineMemory) -> None:
+    worker = CopyWorker("store", HostArena(8, 64), CLOCK)
+    future = worker.submit(transfer([1], [1]), memory)
+    worker.drop(memory)
+    worker.close()
+    with pytest.raises(CopyFailed, match="owner is gone"):
+        await future

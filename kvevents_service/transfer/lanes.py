@@ -1,0 +1,43 @@
+"""One rank's part of a tier: its arena, and a worker for each direction."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvevents_service.core.metadata import TransferMeta
+from kvevents_service.transfer.arena import Arena
+from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.worker import CopyWorker, TransferFuture
+
+
+class Lanes:
+    """Copies between one rank's memory and its arena. `close` ends what it started; the tasks end soon after."""
+
+    def __init__(self, arena: Arena, clock: Callable[[], float]) -> None:
+        self.arena = arena
+        self._workers = {kind: CopyWorker(kind, arena, clock) for kind in ("store", "load")}
+        self.tasks = [asyncio.create_task(worker.run()) for worker in self._workers.values()]
+
+    def __repr__(self) -> str:
+        return f"<Lanes {self.arena!r} {list(self._workers.values())}>"
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(worker.bytes_moved for worker in self._workers.values())
+
+    def submit(self, transfer: TransferMeta, memory: EngineMemory) -> TransferFuture:
+        """Queue one copy behind those of its direction."""
+        return self._workers[transfer.kind].submit(transfer, memory)
+
+    def drop(self, memory: EngineMemory) -> None:
+        """Fail what is queued on this memory."""
+        for worker in self._workers.values():
+            worker.drop(memory)
+
+    def close(self) -> None:
+        """Wait for the copies that run, and fail what is queued."""
+        for task in self.tasks:
+            task.cancel()
+        for worker in self._workers.values():
+            worker.close()

@@ -1,0 +1,146 @@
+"""A sidecar whose tier is a file: a real engine process on it, its events, and settings that do not fit."""
+
+import asyncio
+import os
+import signal
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+import pytest
+from rank_engine import PIPELINE, RankMemory
+from test_engine_plane import RawPeer, chain, engine_hello, fold
+
+from kvevents_service.config import ServeConfig
+from kvevents_service.core.residency import key64
+from kvevents_service.errors import ConfigError
+from kvevents_service.service.app import Service, started
+from kvevents_service.testing import make_chain
+from kvevents_service.wire.control import Error
+
+TRACE = files("kvevents_service") / "data" / "conversation-200.jsonl"
+BLOCK_BYTES = 128
+"""Of the small engine of these tests."""
+
+
+async def check(service: Service, inspected: object) -> None:
+    """The oracle, on the medium of this tier, and on no other."""
+    folded = await fold(service, inspected.next_seq)  # type: ignore[attr-defined]
+    folded.check()
+    packed = b"".join(shelf.block_hashes for shelf in inspected.residents)  # type: ignore[attr-defined]
+    assert {shelf.medium for shelf in inspected.residents} == {"STORAGE"}  # type: ignore[attr-defined]
+    resident = {key64(packed[i : i + 8]) for i in range(0, len(packed), 8)}
+    assert folded.hashes("STORAGE", 0) == resident
+    assert len(folded) == len(resident)
+
+
+async def serve_a_trace(service: Service, requests: int) -> dict[str, object]:
+    """The reference engine as a process, on production traffic; it verifies every byte that it loads."""
+    words = ("--engine-socket", service.ready.engine_socket, "--trace", str(TRACE), "--requests", str(requests))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvevents_service.engine", *words),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        out, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGKILL)
+            await process.wait()
+    return msgspec.json.decode(out.splitlines()[-1])
+
+
+async def test_an_engine_gets_its_bytes_back_from_the_disk_and_the_stream_says_storage(
+    run, engine, tmp_path: Path
+) -> None:
+    blocks = 12000
+    async with run(host_bytes=None, disk_path=str(tmp_path), disk_bytes=blocks * 2048) as service:
+        counts = await serve_a_trace(service, 48)
+        assert (counts["done"], counts["requests"], counts["corrupt_blocks"]) == (True, 48, 0)
+        assert counts["bytes_verified"] > 0
+        inspected = service.sidecar.inspect(1, residents=True)
+        assert inspected.stats["blocks_removed"] > 0
+        assert inspected.stats["blocks_resident"] > blocks // 2
+        await check(service, inspected)
+
+
+async def test_ranks_on_disk(run, tmp_path: Path) -> None:
+    from test_ranks import BLOCK_BYTES as ALL_BYTES
+    from test_ranks import Pipeline
+
+    async with run(host_bytes=None, disk_path=str(tmp_path), disk_bytes=20 * ALL_BYTES) as service:
+        engine = await asyncio.to_thread(Pipeline, service.ready.engine_socket)
+        await asyncio.to_thread(engine.start, 0, 1, 2)
+        assert await asyncio.to_thread(engine.store, chain(1, 8), list(range(8)), 10) == (8, 0)
+        assert await asyncio.to_thread(engine.load, chain(1, 8), list(range(30, 38))) == 8
+        assert engine.hold(list(range(30, 38)), 10)
+        await check(service, service.sidecar.inspect(1, residents=True))
+        await asyncio.to_thread(engine.close)
+    assert len(PIPELINE) == len([RankMemory(rank, shape).close() for rank, shape in enumerate(PIPELINE)])
+
+
+async def test_a_file_that_lost_its_bytes_makes_loads_misses_and_the_sidecar_goes_on(
+    run, engine, tmp_path: Path
+) -> None:
+    async with run(host_bytes=None, disk_path=str(tmp_path), disk_bytes=32 * BLOCK_BYTES) as service:
+        mini = await asyncio.to_thread(engine)
+        await asyncio.to_thread(mini.store, chain(1, 4), [0, 1, 2, 3])
+        storage = service.sidecar._storage
+        os.ftruncate(storage.fd, 0)
+        assert await asyncio.to_thread(mini.load, chain(1, 4), [10, 11, 12, 13]) == 0
+        mini.fill(5, 77)
+        await asyncio.to_thread(mini.store, chain(2, 1), [5])  # a write makes the file grow again
+        assert await asyncio.to_thread(mini.load, chain(2, 1), [20]) == 1
+        assert mini.holds(20, 77)
+        await check(service, service.sidecar.inspect(1, residents=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "expected"),
+    [
+        ({"host_bytes": 63}, "host_bytes", "64 bytes"),
+        ({"host_bytes": 640, "host_blocks": 11}, "host_blocks", "at most 10"),
+        ({"host_bytes": None, "disk_path": "", "disk_bytes": 63}, "disk_bytes", "64 bytes"),
+        ({"host_bytes": None, "disk_path": "", "disk_bytes": 640, "disk_blocks": 11}, "disk_blocks", "at most 10"),
+    ],
+)
+async def test_a_tier_that_does_not_fit_the_engine_names_its_setting(
+    run, tmp_path: Path, settings: dict[str, object], field: str, expected: str
+) -> None:
+    if "disk_path" in settings:
+        settings = {**settings, "disk_path": str(tmp_path)}
+    async with run(**settings) as service, RawPeer(service.ready.engine_socket) as peer:
+        name = f"kvevents-test-disk-{os.getpid()}"
+        Path("/dev/shm", name).write_bytes(bytes(4096))
+        memory = msgspec.structs.replace(engine_hello().memories[0], shm_name=name)
+        await peer.send(engine_hello(memories=[memory]))
+        answer = await peer.answer()
+        assert isinstance(answer, Error)
+        assert (answer.code, answer.field) == ("tier_too_small", field)
+        assert expected in answer.expected
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+async def test_a_tier_has_no_more_blocks_than_it_may(run, engine, tmp_path: Path, kind: str) -> None:
+    disk = {"host_bytes": None, "disk_path": str(tmp_path), "disk_bytes": 4096, "disk_blocks": 3}
+    async with run(**(disk if kind == "disk" else {"host_blocks": 3})) as service:
+        mini = await asyncio.to_thread(engine)
+        await asyncio.to_thread(mini.store, make_chain(range(32), 4), list(range(8)))
+        assert service.sidecar.stats()["blocks_resident"] == 3
+
+
+@pytest.mark.parametrize(("path", "size", "setting"), [("absent", 4096, "disk_path"), ("", 1 << 60, "disk_bytes")])
+async def test_a_disk_that_cannot_be_had_ends_the_start(tmp_path: Path, path: str, size: int, setting: str) -> None:
+    config = ServeConfig(
+        engine_socket=str(tmp_path / "s"),
+        pub="tcp://127.0.0.1:0",
+        replay=None,
+        disk_path=str(tmp_path / path),
+        disk_bytes=size,
+    )
+    with pytest.raises(ConfigError) as error:
+        async with started(config):
+            pass
+    assert error.value.setting == setting
