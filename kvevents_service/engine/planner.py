@@ -111,7 +111,8 @@ class EagerPlanner(Planner[EagerClaim]):
 
     def hand_off(self, request_id: str, group: int, boundary_tokens: int, block_id: int) -> None:
         track, spans = self._tracks.get(request_id), self.spans[group]
-        if track is None or boundary_tokens < spans.block_size or boundary_tokens % spans.block_size:
+        ends_a_block = boundary_tokens > 0 and not boundary_tokens % spans.block_size
+        if track is None or not ends_a_block or not spans.group.cacheable:
             self.counts.dropped_hand_offs += 1
             return
         state = State(group, spans.full(boundary_tokens) - 1)
@@ -172,13 +173,13 @@ class EagerPlanner(Planner[EagerClaim]):
     def _add_group(self, draft: Draft[EagerClaim], track: Track, spans: Spans) -> int:
         index, view = spans.group.index, track.view
         start, table = track.offered[index], track.tables[index]
-        ready = min(spans.full(track.confirmed), len(table), spans.named(view.unit_hashes))
-        stop = min(ready, start + draft.room)
+        confirmed = spans.full(track.confirmed)
+        stop = min(confirmed, len(table), spans.named(view.unit_hashes), start + draft.room)
         if stop > start:
             track.offered[index] = stop
             for first, block_ids in dense_runs(self._blocks(track, spans, start, stop), start):
                 draft.add(spans.offer(view, track.walks[index], first, block_ids), block_ids)
-        return max(0, ready - max(start, stop))
+        return confirmed - track.offered[index]
 
     def _blocks(self, track: Track, spans: Spans, start: int, stop: int) -> Sequence[int | None]:
         """Blocks [start, stop) of a table. Those that the window has left may hold anything by now: ask by name."""
