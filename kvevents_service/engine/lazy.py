@@ -77,7 +77,8 @@ class LazyPlanner(Planner[LazyClaim]):
     """`step_tokens`: what one engine step may schedule. A plan walks `target` blocks, from where the last stopped.
 
     It remembers the last `MAX_KNOWN` blocks that it offered: what the tier evicted meanwhile is offered again only
-    when it is forgotten here, or when a step was declined.
+    when it is forgotten here, or when a step was declined. What it cannot offer is counted once, and passed until
+    the block holds something else.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class LazyPlanner(Planner[LazyClaim]):
         self._find = find
         self._cursor: int | None = None
         self._known: dict[LazyClaim, None] = {}
+        self._passed: dict[int, bytes | None] = {}
         self._hopeless: set[LazyClaim] = set()
         self._patience = Patience()
 
@@ -109,41 +111,56 @@ class LazyPlanner(Planner[LazyClaim]):
             return
         self._hopeless.clear()
         loose = Loose()
-        for block_id, name in islice(self._queue.after(self._cursor), self.target):
-            if name is not None and not self._take(draft, loose, block_id):
-                break
-            self._cursor = block_id
+        self._walk(draft, loose)
         for record, blocks in loose.of.values():
             for first, stop in runs(sorted(blocks)):
                 self._offer(draft, record, first, [blocks[number] for number in range(first, stop)])
 
-    def _take(self, draft: Draft[LazyClaim], loose: Loose, block_id: int) -> bool:
+    def _walk(self, draft: Draft[LazyClaim], loose: Loose) -> None:
+        """The next blocks of the queue. The cursor rests on one that stays in it; from the end it starts over."""
+        left = self.target
+        for block_id, name in islice(self._queue.after(self._cursor), self.target):
+            left -= 1
+            claims = len(draft.claims)
+            wanted = name is not None and self._passed.get(block_id) != name
+            if wanted and not self._take(draft, loose, block_id, name):
+                return
+            if len(draft.claims) == claims:
+                self._cursor = block_id
+        if left:
+            self._cursor = None
+
+    def _take(self, draft: Draft[LazyClaim], loose: Loose, block_id: int, name: bytes | None) -> bool:
         """Offer this block, if the tier should not have it yet. False: there is no room."""
         record = self._queue.describe(block_id)
-        if record is None or not self.spans[record.group].group.cacheable:
+        if record is None:
             self.counts.undescribed += 1
-            return True
-        if self._claim(record, record.number) in self._known:
-            return True
-        room = draft.room - loose.blocks
-        if self.spans[record.group].group.kind in PREFIX_KINDS:
-            return self._take_chain(draft, room, record, block_id)
-        if room > 0:
-            self._note(draft, record, record.number, 1)
-            loose.add(record, block_id)
-        return room > 0
-
-    def _take_chain(self, draft: Draft[LazyClaim], room: int, record: BlockRecord, block_id: int) -> bool:
-        """The block, behind those before it that are not known yet: as many as there is room for."""
-        before = self._unknown_before(record)
-        if before is None:
+        elif self.spans[record.group].group.cacheable:
+            if self._claim(record, record.number) in self._known:
+                return True
+            if self.spans[record.group].group.kind not in PREFIX_KINDS:
+                return self._take_loose(draft, loose, record, block_id)
+            before = self._unknown_before(record)
+            if before is not None:
+                return self._take_chain(draft, draft.room - loose.blocks, record, [*before, block_id])
             self.counts.orphans += 1
-            return True
-        run = [*before, block_id][: max(0, room)]
+        self._passed[block_id] = name
+        return True
+
+    def _take_loose(self, draft: Draft[LazyClaim], loose: Loose, record: BlockRecord, block_id: int) -> bool:
+        if draft.room <= loose.blocks:
+            return False
+        self._note(draft, record, record.number, 1)
+        loose.add(record, block_id)
+        return True
+
+    def _take_chain(self, draft: Draft[LazyClaim], room: int, record: BlockRecord, chain: list[int]) -> bool:
+        """The chain that ends with this block, as much of it as there is room for."""
+        first, run = record.number + 1 - len(chain), chain[: max(0, room)]
         if run:
-            self._note(draft, record, record.number - len(before), len(run))
-            self._offer(draft, record, record.number - len(before), run)
-        return len(run) > len(before)
+            self._note(draft, record, first, len(run))
+            self._offer(draft, record, first, run)
+        return len(run) == len(chain)
 
     def _unknown_before(self, record: BlockRecord) -> list[int] | None:
         """The blocks between the last known one and this; None if one of them is nowhere any more."""
@@ -189,6 +206,7 @@ class LazyPlanner(Planner[LazyClaim]):
 
     def _forget(self) -> None:
         self._known.clear()
+        self._passed.clear()
         self._cursor = None
 
     def offer_all_again(self) -> None:

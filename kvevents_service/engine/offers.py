@@ -99,6 +99,7 @@ class OfferBook:
             self._give_back(self._held.pop(end.step_id, ()))
 
     def _give_back(self, block_ids: Sequence[int]) -> None:
+        """Last ones first: an engine that reuses what was freed first then loses leaves before their parents."""
         if block_ids:
             self.held_blocks -= len(block_ids)
-            self._free(block_ids)
+            self._free(block_ids[::-1])

@@ -1,7 +1,7 @@
 """A paged cache that knows what is in each block, and checks every offer of a planner against it.
 
-No bytes: a block's content is (group, hash). An offer is right if each of its blocks holds what the offer says, from
-the plan to the end of its step, and what it says of them is what their request says.
+No bytes: a block holds (group, hash). An offer is right if each of its blocks holds what the offer says, from the
+plan to the end of its step, and what it says of them is what their request says.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class Toy:
         group = self.groups[offer.group]
         units = group.block_size // UNIT
         names = [offer.block_hashes[at : at + HASH_BYTES] for at in range(0, len(offer.block_hashes), HASH_BYTES)]
-        view, unit = self.views[names[0]]
-        first = (unit + 1) // units - 1
+        view, unit = self.views[names[-1]]
+        first = (unit + 1) // units - len(names)
         blocks = range(first, first + len(names))
         assert names == [view.unit_hashes[(block + 1) * units - 1] for block in blocks]
         span = slice(first * group.block_size, blocks.stop * group.block_size)
