@@ -162,6 +162,18 @@ def test_loose_blocks_count_into_the_room() -> None:
     assert sorted(offered) == [*range(6)]
 
 
+def test_chains_and_loose_blocks_share_the_room() -> None:
+    toy = Toy((FULL, WINDOW), blocks=64, room=8, lazy_tokens=256)
+    toy.compute(toy.start("r", 64), 64, trim=True)
+    cached(toy, "other", range(100, 124))
+    offered = 0
+    for step in range(4):
+        offered += sum(len(blocks) for _, _, blocks in toy.blocks_of())
+        assert toy.book.held_blocks <= 8
+        toy.end(step)
+    assert offered == 6 + 6 + 3
+
+
 def test_a_declined_step_is_offered_again_after_a_rest() -> None:
     toy = Toy(blocks=16, lazy_tokens=256)
     cached(toy, "r", range(40))
@@ -185,11 +197,13 @@ def test_a_late_answer_to_what_was_sent_before_a_reset_changes_nothing() -> None
     toy = Toy(blocks=16, lazy_tokens=256)
     cached(toy, "r", range(40))
     toy.send()
+    cached(toy, "other", range(100, 116))
+    toy.send()
     toy.planner.reset()
-    toy.promised.pop(0)
-    toy.planner.settle([StepDone(0, 0, 0, 10)])
+    for step in range(2):
+        toy.settle(StepDone(step, 0, 0, 4))
     assert toy.book.held_blocks == 0
-    assert len(toy.blocks_of()) == 1
+    assert len(toy.blocks_of()) == 2
 
 
 def test_what_it_remembers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

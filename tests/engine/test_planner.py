@@ -9,7 +9,7 @@ from kvevents_service.engine.identity import PLAIN, Identity
 from kvevents_service.engine.offers import OfferBook, make_offer
 from kvevents_service.engine.planner import EagerPlanner
 from kvevents_service.engine.spans import RequestView
-from kvevents_service.wire.control import StepDone
+from kvevents_service.wire.control import GroupSpec, StepDone
 
 
 def settled(toy: Toy) -> bool:
@@ -71,6 +71,13 @@ def test_each_group_has_blocks_and_names_of_its_own() -> None:
         ("r", 1, [0, 1, 2]),
         *[("r", 2, [number]) for number in range(3)],
     ]
+
+
+def test_scratch_groups_are_never_offered() -> None:
+    toy = Toy((FULL, GroupSpec(1, "full_attention", 4, None, False)))
+    toy.compute(toy.start("r", 16), 16)
+    toy.finish("r")
+    assert toy.blocks_of() == [("r", 0, [0, 1, 2, 3])]
 
 
 # null blocks
@@ -319,6 +326,16 @@ def test_steps_that_were_under_way_when_one_is_declined_are_one_loss() -> None:
     assert toy.blocks_of() == [("r", 0, [*range(6)])]
 
 
+def test_a_step_that_was_lost_with_its_link_is_offered_again() -> None:
+    toy = Toy()
+    toy.compute(toy.start("r", 16), 16)
+    first = toy.blocks_of()
+    toy.settle(StepDone(0, 0, 0, 0))
+    assert toy.blocks_of() == first
+    toy.settle(StepDone(1, 1, 3, 0))
+    assert toy.blocks_of() == []
+
+
 def test_a_dropped_step_is_offered_again() -> None:
     toy = Toy(HYBRID)
     toy.compute(toy.start("r", 32), 32)
@@ -360,6 +377,7 @@ def test_after_a_reset_a_request_is_offered_only_when_it_is_admitted_again() -> 
     toy.compute(toy.lives["ended"], 16)
     toy.finish("ended")
     toy.planner.reset()
+    assert toy.book.held_blocks == len(toy.promised[0])
     toy.compute(life, 32)
     toy.end(0, declined=2)
     said, step = toy.send()
