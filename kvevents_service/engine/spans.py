@@ -7,7 +7,7 @@ by the hash of the last one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvevents_service.engine.identity import PLAIN, Identity, KeyWalk
 from kvevents_service.engine.offers import make_offer
@@ -73,8 +73,11 @@ class Spans:
         )
 
 
-def dense_runs(blocks: Sequence[int | None], first: int) -> Iterator[tuple[int, list[int]]]:
+def dense_runs(blocks: Sequence[int | None], first: int) -> Iterator[tuple[int, Sequence[int]]]:
     """Runs without a null block; `blocks[0]` is logical block `first`. Yields each run's place and block ids."""
+    if blocks and None not in blocks:  # nearly always, and at the speed of a search
+        yield first, cast(Sequence[int], blocks)
+        return
     run: list[int] = []
     for number, block in enumerate(blocks, first):
         if block is not None:
