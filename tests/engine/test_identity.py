@@ -117,3 +117,9 @@ def test_a_walk_looks_at_each_block_and_item_a_few_times() -> None:
     for block in range(1250):
         walk.keys(block, block + 1)
     assert CountedItem.looks < 5 * (1250 + 1000)
+
+
+def test_an_item_that_outlasts_a_later_one_is_forgotten_behind_it_as_in_vllm() -> None:
+    """vLLM takes the last item to end last; what it hashes is what is to be said."""
+    walk = KeyWalk(Identity(media=(MediaItem("long", 0, 100), MediaItem("short", 10, 10))), 16)
+    assert walk.keys(0, 4) == [(("long", 0),), (("long", -16),), None, None]
