@@ -8,6 +8,7 @@ import tempfile
 from importlib.resources import as_file, files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -22,14 +23,23 @@ from kvevents_service.subscriber import Item
 EXIT_OFF = 1
 TRACE = "conversation-200.jsonl"
 TRACE_REQUESTS = 200
-MODEL_HELP = "hybrid: full attention, sliding window and mamba groups, adapters and salts on part of the traffic."
+MODEL_HELP = "hybrid: full attention, sliding window and mamba; adapters, salts and images on part of the traffic."
+OFFLOAD_HELP = "eager: blocks are stored when they are computed; lazy: when the engine is about to reuse them."
+BLOCKS_HELP = "Blocks of the engine's cache; few of them make it preempt. The longest prompt must fit."
+LEAST_BLOCKS = 7900
 HOST_BYTES = 256 * 1024 * 1024
 
 
 @click.command(epilog="Exit codes: 0 everything was right, 1 something was off, 2 bad usage, 130 interrupted.")
 @click.option("--json", "as_json", is_flag=True, help="Print only the summary, as one JSON object.")
 @click.option("--model", default="full", show_default=True, type=click.Choice(["full", "hybrid"]), help=MODEL_HELP)
+@click.option(
+    "--offload", default="eager", show_default=True, type=click.Choice(["eager", "lazy"]), help=OFFLOAD_HELP
+)
 @click.option("--requests", default=TRACE_REQUESTS, show_default=True, type=click.IntRange(1, TRACE_REQUESTS))
+@click.option(
+    "--engine-blocks", default=8192, show_default=True, type=click.IntRange(LEAST_BLOCKS), help=BLOCKS_HELP
+)
 @click.option(
     "--host-bytes", default=HOST_BYTES, show_default=True, type=click.IntRange(1), help="Size of the tier."
 )
@@ -38,14 +48,14 @@ HOST_BYTES = 256 * 1024 * 1024
 )
 @click.option("--replay", default="tcp://127.0.0.1:5558", show_default=True, help="Replay endpoint, likewise.")
 @click.option("--color", default="auto", type=click.Choice(["auto", "always", "never"]), show_default=True)
-def demo(as_json: bool, model: str, requests: int, host_bytes: int, pub: str, replay: str, color: str) -> int:
+def demo(as_json: bool, color: str, **options: Any) -> int:
     """Run a sidecar and a reference engine on a slice of production traffic, and watch the event stream.
 
     The engine verifies every byte it gets back; the end compares the fold of the stream with the resident set.
     Kill either process while it runs (kill -9 its pid): the demo starts it again and goes on.
     """
     with tempfile.TemporaryDirectory(prefix="kvevents-demo-") as directory, as_file(_trace()) as trace:
-        settings = DemoSettings(trace, model, requests, host_bytes, pub, replay, Path(directory))
+        settings = DemoSettings(trace, Path(directory), **options)
         printer = Printer(HumanLines(Look(color=wants_color(color))), Filter(), None, write)
         try:
             summary = asyncio.run(_run(DemoRun(settings, _ignore if as_json else printer.item, chat)))
@@ -53,7 +63,7 @@ def demo(as_json: bool, model: str, requests: int, host_bytes: int, pub: str, re
             chat(f"kvevents demo: {error or 'the stream did not catch up'}")
             return EXIT_OFF
     write(msgspec.json.encode(summary).decode() if as_json else table(summary))
-    faults = summary.faults(requests)
+    faults = summary.faults(settings.requests)
     for fault in faults:
         chat(f"kvevents demo: {fault}")
     return EXIT_OFF if faults else 0

@@ -34,12 +34,14 @@ class DemoSettings(NamedTuple):
     """What a run is told. Endpoints with port 0 take a free one."""
 
     trace: Path
+    directory: Path
     model: str
+    offload: str
     requests: int
+    engine_blocks: int
     host_bytes: int
     pub: str
     replay: str
-    directory: Path
 
 
 class Summary(msgspec.Struct):
@@ -48,6 +50,7 @@ class Summary(msgspec.Struct):
     requests: int = 0
     hit_tokens: int = 0
     prompt_tokens: int = 0
+    preemptions: int = 0
     blocks_stored: int = 0
     blocks_removed: int = 0
     blocks_resident: int = 0
@@ -184,7 +187,8 @@ class DemoRun:
         served = self._low_water  # a request that was running is served again
         return [
             *("kvevents_service.engine", "--engine-socket", self._socket, "--trace", str(self.settings.trace)),
-            *("--model", self.settings.model),
+            *("--model", self.settings.model, "--offload", self.settings.offload),
+            *("--blocks", str(self.settings.engine_blocks)),
             *("--skip", str(served), "--requests", str(self.settings.requests - served)),
         ]
 
@@ -197,6 +201,7 @@ class DemoRun:
                 "requests",
                 "prompt_tokens",
                 "hit_tokens",
+                "preemptions",
                 "bytes_moved",
                 "bytes_verified",
                 "corrupt_blocks",

@@ -14,14 +14,19 @@ from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout
 from kvevents_service.engine.model import MODELS
 from kvevents_service.engine.paged_cache import PagedCache
-from kvevents_service.engine.reference import EngineSettings, ReferenceEngine
+from kvevents_service.engine.reference import EngineSettings, ReferenceEngine, make_planner
 from kvevents_service.engine.trace import read_trace
+
+OFFLOAD_HELP = "eager: blocks of running requests, when confirmed; lazy: cached blocks that are about to be reused."
 
 
 @click.command()
 @click.option("--engine-socket", required=True, metavar="PATH")
 @click.option("--trace", required=True, type=click.Path(exists=True, path_type=Path), help="A Mooncake trace file.")
 @click.option("--model", default="full", show_default=True, type=click.Choice(sorted(MODELS)))
+@click.option(
+    "--offload", default="eager", show_default=True, type=click.Choice(["eager", "lazy"]), help=OFFLOAD_HELP
+)
 @click.option("--skip", default=0, help="Requests of the trace to leave out at its start.")
 @click.option("--requests", default=None, type=int, help="Requests to serve. [default: all]")
 @click.option("--blocks", default=8192, show_default=True, help="Blocks of the KV cache.")
@@ -32,6 +37,7 @@ def main(
     engine_socket: str,
     trace: Path,
     model: str,
+    offload: str,
     skip: int,
     requests: int | None,
     blocks: int,
@@ -54,7 +60,8 @@ def main(
     )
     client = OffloadClient(engine_socket, layout)
     client.wait_connected(connect_wait)
-    engine = ReferenceEngine(cache, client, kind, settings)
+    planner = make_planner(cache, kind, settings, offload == "lazy")
+    engine = ReferenceEngine(cache, client, kind, settings, planner)
     lines = islice(read_trace(trace), skip, None if requests is None else skip + requests)
     for counts in engine.run(lines, skip):
         sys.stdout.buffer.write(msgspec.json.encode(counts) + b"\n")

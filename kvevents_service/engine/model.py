@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kvevents_service.engine.identity import PLAIN, Identity, MediaItem
 from kvevents_service.engine.trace import TraceLine
 from kvevents_service.wire.control import GroupSpec
 
-
-class Identity(NamedTuple):
-    """What tells equal token ids apart: an adapter, and a salt that the first block carries."""
-
-    lora_id: int | None = None
-    lora_name: str | None = None
-    salt: str | None = None
-
-    @property
-    def root(self) -> bytes:
-        """What the first hash of a chain starts from; empty for a plain request."""
-        return "/".join(filter(None, (self.lora_name, self.salt))).encode()
-
-    def extra_keys(self, start: int, stop: int) -> list[tuple[Any, ...] | None] | None:
-        """One entry for each of blocks [start, stop), as vLLM publishes them; None if none has any."""
-        if self.lora_name is None and self.salt is None:
-            return None
-        lora = () if self.lora_name is None else (self.lora_name,)
-        salt = () if self.salt is None else (self.salt,)
-        return [((*lora, *salt) if block == 0 else lora) or None for block in range(start, stop)]
+ADAPTERS: tuple[tuple[int | None, str | None, str | None], ...] = (
+    (1, "adapter-a", None),
+    (None, None, "tenant-1"),
+    (2, "adapter-b", "tenant-2"),
+    (None, None, None),
+)
+IMAGES = ((512, 300), (812, 212))
+"""Where the images of a prompt lie, (offset, length) in tokens: all of the trace's second block."""
 
 
 class Model(NamedTuple):
@@ -38,18 +27,23 @@ class Model(NamedTuple):
     mixed: bool = False
 
     def identity_of(self, line: TraceLine) -> Identity:
-        """The identity of a request, the same for every turn of one conversation."""
+        """The identity of a request: adapter and salt are the same for every turn of one conversation.
+
+        Where a prompt has images they lie on its second block, and nothing else tells it from another such prompt.
+        """
         if not self.mixed or len(line.hash_ids) < 2:
-            return Identity()
-        match line.hash_ids[1] % 4:
-            case 0:
-                return Identity(1, "adapter-a")
-            case 1:
-                return Identity(salt="tenant-1")
-            case 2:
-                return Identity(2, "adapter-b", "tenant-2")
-            case _:
-                return Identity()
+            return PLAIN
+        which = line.hash_ids[1]
+        lora_id, lora_name, salt = ADAPTERS[which % len(ADAPTERS)]
+        return Identity(lora_id, lora_name, salt, _images(which) if self._has_images(line) else ())
+
+    def _has_images(self, line: TraceLine) -> bool:
+        offset, length = IMAGES[-1]
+        return line.hash_ids[1] % 3 == 0 and line.input_length > offset + length
+
+
+def _images(which: int) -> tuple[MediaItem, ...]:
+    return tuple(MediaItem(f"image-{which}-{place}", *span) for place, span in enumerate(IMAGES))
 
 
 MODELS = {

@@ -19,7 +19,7 @@ def make_offer(
     parent: bytes | None = None,
     lora_id: int | None = None,
     lora_name: str | None = None,
-    extra_keys: list[tuple[Any, ...] | None] | None = None,
+    extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
 ) -> Offer:
     """An offer of consecutive finished blocks. `token_ids` are those of exactly these blocks."""
     return Offer(
@@ -31,7 +31,7 @@ def make_offer(
         parent,
         lora_id,
         lora_name,
-        extra_keys,
+        None if extra_keys is None else list(extra_keys),
     )
 
 
@@ -53,6 +53,7 @@ class OfferBook:
         self._touch = touch
         self._free = free
         self._held: dict[int, Sequence[int]] = {}
+        self._kept: list[int] = []
 
     def __repr__(self) -> str:
         return f"<OfferBook {self.held_blocks}/{self.max_blocks} blocks of {len(self._held)} steps>"
@@ -62,17 +63,34 @@ class OfferBook:
         """How many more blocks may be held now."""
         return self.max_blocks - self.held_blocks
 
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks already that the next step will offer: their request is about to let go of them."""
+        self._touch(block_ids)
+        self._kept += block_ids
+        self.held_blocks += len(block_ids)
+
+    def drop(self) -> None:
+        """Give back what was kept: the next step will not offer it after all."""
+        kept, self._kept = self._kept, []
+        self._give_back(kept)
+
     def hold(self, step_id: int | None, block_ids: Sequence[int]) -> None:
-        """Keep the blocks of a step that was sent (None: it was dropped, nothing to keep)."""
-        if step_id is not None and block_ids:
+        """Hold the blocks of a step that was sent, and what was kept for it. None: it was dropped, hold nothing."""
+        if step_id is None:
+            self.drop()
+        elif block_ids or self._kept:
             self._touch(block_ids)
-            self._held[step_id] = block_ids
             self.held_blocks += len(block_ids)
+            self._held[step_id] = [*self._kept, *block_ids] if self._kept else block_ids
+            self._kept = []
 
     def settle(self, done: Iterable[StepDone]) -> None:
         """Give back the blocks of steps that have ended."""
         for end in done:
-            block_ids = self._held.pop(end.step_id, ())
-            if block_ids:
-                self.held_blocks -= len(block_ids)
-                self._free(block_ids)
+            self._give_back(self._held.pop(end.step_id, ()))
+
+    def _give_back(self, block_ids: Sequence[int]) -> None:
+        """Last ones first: an engine that reuses what was freed first then loses leaves before their parents."""
+        if block_ids:
+            self.held_blocks -= len(block_ids)
+            self._free(block_ids[::-1])

@@ -6,12 +6,13 @@ that is handed out anew is poisoned at once: a copy that still reads it would be
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from kvevents_service.engine.free_queue import FreeQueue
 from kvevents_service.engine.layout import SharedMemory, uniform_layers
+from kvevents_service.engine.lazy import BlockRecord
 from kvevents_service.wire.control import Memory, Region
 
 POISON = 0x5A5A5A5A5A5A5A5A
@@ -32,9 +33,10 @@ class PagedCache:
         self.memories = [Memory(blocks * self.block_bytes)]
         self.blocks = blocks
         self._references = [0] * blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        self._free = FreeQueue(blocks)
         self._hash: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
+        self._record: list[BlockRecord | None] = [None] * blocks
 
     def __repr__(self) -> str:
         return f"<PagedCache {len(self._free)}/{self.blocks} free, {len(self._cached)} cached>"
@@ -50,7 +52,7 @@ class PagedCache:
 
     def allocate(self, count: int) -> list[int]:
         """Blocks used longest ago, poisoned; whatever was cached in them is forgotten."""
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        taken = [self._free.popleft() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
             self._uncache(block)
@@ -63,16 +65,17 @@ class PagedCache:
         references, free = self._references, self._free
         for block in blocks:
             if not references[block]:
-                del free[block]
+                free.remove(block)
             references[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
         """One user less; a block without users can be reused, the first given first."""
-        references, free = self._references, self._free
+        references, unused = self._references, []
         for block in blocks:
             references[block] -= 1
             if not references[block]:
-                free[block] = None
+                unused.append(block)
+        self._free.extend(unused)
 
     # prefix cache
 
@@ -80,18 +83,27 @@ class PagedCache:
         """The block that holds this content."""
         return self._cached.get(name)
 
-    def cache(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
+    def cache(self, blocks: Sequence[int], hashes: Sequence[bytes], records: Sequence[BlockRecord]) -> None:
         """These blocks hold these contents from now on."""
-        for block, block_hash in zip(blocks, hashes, strict=True):
+        for block, block_hash, record in zip(blocks, hashes, records, strict=True):
             if block_hash not in self._cached:
                 self._cached[block_hash] = block
-                self._hash[block] = block_hash
+                self._hash[block], self._record[block] = block_hash, record
 
     def _uncache(self, block: int) -> None:
         block_hash = self._hash[block]
         if block_hash is not None:
             del self._cached[block_hash]
-            self._hash[block] = None
+            self._hash[block] = self._record[block] = None
+
+    def free_after(self, cursor: int | None) -> Iterator[tuple[int, bytes | None]]:
+        """Free blocks in the order of reuse, from behind `cursor` if it is free, and what is cached in each."""
+        for block in self._free.after(cursor):
+            yield block, self._hash[block]
+
+    def describe(self, block: int) -> BlockRecord | None:
+        """What is cached in this block."""
+        return self._record[block]
 
     # bytes
 

@@ -7,7 +7,8 @@ import msgspec
 from kvevents_service.engine.block_tables import GroupTable
 from kvevents_service.engine.client import PrefixHit
 from kvevents_service.engine.model import Model
-from kvevents_service.engine.trace import TraceLine, chain_hashes, derived_tokens, prompt_tokens
+from kvevents_service.engine.spans import RequestView
+from kvevents_service.engine.trace import TraceLine, chain_hashes, derived_tokens, prompt_tokens, show_images
 
 
 class EngineCounts(msgspec.Struct):
@@ -22,6 +23,8 @@ class EngineCounts(msgspec.Struct):
     preemptions: int = 0
     blocks_offered: int = 0
     blocks_stored: int = 0
+    blocks_recovered: int = 0
+    blocks_undescribed: int = 0
     offers_skipped: int = 0
     loads_failed: int = 0
     bytes_moved: int = 0
@@ -42,10 +45,12 @@ class Request:
         self.model = model
         self.identity = model.identity_of(line)
         self.tokens = prompt_tokens(line)
+        show_images(self.tokens, self.identity.media)
         self.prompt_length = len(self.tokens)
         self.final_length = self.prompt_length + line.output_length
         self.hashes: list[bytes] = []
         self._hash_tokens()
+        self.view = RequestView(self.request_id, self.hashes, self.tokens, self.identity)
         self.reset()
 
     def __repr__(self) -> str:
@@ -54,7 +59,7 @@ class Request:
     def reset(self) -> None:
         """It has no blocks: new, or preempted."""
         self.tables = [GroupTable(group, self.model.hash_tokens) for group in self.model.groups]
-        self.computed = self.confirmed = 0
+        self.computed = 0
         self.hit = PrefixHit(0)
         self.hit_start = 0
 
@@ -64,8 +69,7 @@ class Request:
         self._hash_tokens()
 
     def _hash_tokens(self) -> None:
-        root = self.identity.root
-        self.hashes += chain_hashes(self.tokens, self.model.hash_tokens, self.hashes, root)
+        self.hashes += chain_hashes(self.tokens, self.model.hash_tokens, self.hashes, self.identity)
 
     def held(self) -> list[int]:
         """Every block of the request, last ones first: that is the order they should be reused in."""

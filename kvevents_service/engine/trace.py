@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
 
+from kvevents_service.engine.identity import PLAIN, Identity, KeyWalk, MediaItem
+
 TRACE_BLOCK_TOKENS = 512
 VOCABULARY = 128_000
+PLACEHOLDER = VOCABULARY
 
 
 class TraceLine(msgspec.Struct, frozen=True):
@@ -47,14 +51,26 @@ def prompt_tokens(line: TraceLine) -> array[int]:
     return tokens[: line.input_length]
 
 
-def chain_hashes(tokens: array[int], block_size: int, previous: list[bytes], root: bytes = b"") -> list[bytes]:
-    """Hashes of the full blocks of `tokens` after those in `previous`: sha256(parent hash + token bytes).
+def show_images(tokens: array[int], media: Sequence[MediaItem]) -> None:
+    """Put the placeholder where an image is: its tokens say nothing of what it shows."""
+    for item in media:
+        tokens[item.offset : item.end] = array("i", [PLACEHOLDER]) * item.length
 
-    `root` stands before the first block: an adapter or a salt makes another chain of the same tokens.
+
+def chain_hashes(
+    tokens: array[int], block_size: int, previous: list[bytes], identity: Identity = PLAIN
+) -> list[bytes]:
+    """Hashes of the full blocks of `tokens` after those in `previous`: sha256(parent hash + tokens + extra keys).
+
+    So an adapter, a salt or another image makes another chain of the same tokens, from the first block on that it
+    touches.
     """
-    hashes = []
-    parent = previous[-1] if previous else root
-    for start in range(len(previous) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + tokens[start : start + block_size].tobytes()).digest()
+    hashes: list[bytes] = []
+    first, stop = len(previous), len(tokens) // block_size
+    keys = KeyWalk(identity, block_size).keys(first, stop) or repeat(None)
+    parent = previous[-1] if previous else b""
+    for block, key in zip(range(first, stop), keys, strict=False):
+        content = tokens[block * block_size : (block + 1) * block_size].tobytes()
+        parent = hashlib.sha256(parent + content + (repr(key).encode() if key else b"")).digest()
         hashes.append(parent)
     return hashes

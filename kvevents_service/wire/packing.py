@@ -15,7 +15,9 @@ _BIG_ENDIAN = sys.byteorder == "big"
 
 
 def pack_int32(values: Iterable[int]) -> bytes:
-    """Pack values of -2^31 to 2^31 - 1; OverflowError outside."""
+    """Pack values of -2^31 to 2^31 - 1; OverflowError outside. An int32 array is packed already."""
+    if isinstance(values, array) and values.typecode == "i" and not _BIG_ENDIAN:
+        return values.tobytes()
     values = values if isinstance(values, (list, tuple, range)) else list(values)
     if len(values) < len(_FEW):
         try:

@@ -125,8 +125,21 @@ def test_tail_beside_a_running_demo_prints_one_object_per_event() -> None:
     assert_true(demo.summary())
 
 
-def test_a_hybrid_model_with_adapters_and_salts_ends_true() -> None:
-    summary = Demo("--model", "hybrid", "--requests", "120").summary()
+SMALL_CACHE = ["--engine-blocks", "7900"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--offload", "lazy"],
+        ["--model", "hybrid", *SMALL_CACHE],
+        ["--model", "hybrid", "--offload", "lazy", *SMALL_CACHE],
+    ],
+    ids=" ".join,
+)
+def test_other_models_caches_and_ways_to_offload_end_true(options: list[str]) -> None:
+    summary = Demo("--requests", "120", *options).summary()
     assert_true(summary)
     assert summary["hit_tokens"] > 0
     assert summary["bytes_verified"] > 0
+    assert bool(summary["preemptions"]) or "--engine-blocks" not in options

@@ -35,6 +35,28 @@ def test_blocks_are_held_until_their_step_has_ended() -> None:
     assert (sum(blocks.references), book.held_blocks) == (0, 0)
 
 
+def test_blocks_are_given_back_last_ones_first() -> None:
+    freed: list[int] = []
+    book = OfferBook(list, freed.extend, 8)
+    book.keep([5, 6])
+    book.hold(1, [1, 2, 3])
+    book.settle([StepDone(1, 5, 0, 0)])
+    assert freed == [3, 2, 1, 6, 5]
+
+
+def test_what_was_kept_for_a_step_ends_with_it() -> None:
+    blocks = Blocks()
+    book = blocks.book()
+    book.keep([3, 4])
+    assert (blocks.references[3:5], book.room) == ([1, 1], 6)
+    book.hold(1, [])
+    book.keep([5])
+    book.hold(None, [6])
+    assert (blocks.references[3:7], book.room) == ([1, 1, 0, 0], 6)
+    book.settle([StepDone(1, 2, 0, 0)])
+    assert (sum(blocks.references), book.room) == (0, 8)
+
+
 def test_a_dropped_step_holds_nothing() -> None:
     blocks = Blocks()
     book = blocks.book()

@@ -6,7 +6,9 @@ from importlib.resources import files
 
 import pytest
 
+from kvevents_service.engine.lazy import BlockRecord
 from kvevents_service.engine.paged_cache import PagedCache
+from kvevents_service.engine.spans import RequestView
 from kvevents_service.engine.trace import chain_hashes, prompt_tokens, read_trace
 
 TRACE = files("kvevents_service") / "data" / "conversation-200.jsonl"
@@ -62,12 +64,14 @@ def test_reused_blocks_are_poisoned_and_forgotten() -> None:
     cache = PagedCache(2, 1, 64)
     blocks = cache.allocate(2)
     cache.fill(blocks, hashes(2))
-    cache.cache(blocks, hashes(2))
+    records = [BlockRecord(RequestView("r", hashes(2), []), 0, number) for number in range(2)]
+    cache.cache(blocks, hashes(2), records)
     cache.free(blocks)
     assert [cache.find(name) for name in hashes(2)] == blocks
     again = cache.allocate(1)
     assert again == blocks[:1]
     assert [cache.find(name) for name in hashes(2)] == [None, blocks[1]]
+    assert [cache.describe(block) for block in blocks] == [None, records[1]]
     assert cache.corrupt(again, hashes(1)) == 1
 
 
@@ -79,3 +83,16 @@ def test_a_block_is_free_only_without_users() -> None:
     assert cache.free_blocks == 1
     cache.free([block])
     assert cache.free_blocks == 2
+
+
+def test_the_free_queue_is_walked_in_the_order_of_reuse() -> None:
+    cache = PagedCache(4, 1, 64)
+    first, second = cache.allocate(2)
+    cache.cache([second], hashes(1), [BlockRecord(RequestView("r", hashes(1), []), 0, 0)])
+    cache.free([second, first])
+    assert list(cache.free_after(None)) == [(2, None), (3, None), (second, hashes(1)[0]), (first, None)]
+    assert list(cache.free_after(second)) == [(first, None)]
+    cache.touch([second])
+    assert list(cache.free_after(second)) == [(2, None), (3, None), (first, None)]
+    assert cache.allocate(3) == [2, 3, first]
+    assert (cache.free_blocks, cache.can_allocate(1)) == (0, False)

@@ -1,0 +1,188 @@
+"""Plans: what the next step says, and what became of the steps before.
+
+    plan = planner.plan()
+    planner.sent(plan, client.step(plan.offers, plan.finished, plan.preempted))
+    ...
+    planner.settle(client.poll().steps)
+
+`Planner` is what the eager and the lazy one share. A request's verbs may come in any order and for ids that it does
+not know: nothing raises, and nothing is held that no step gives back (I12).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from kvevents_service.engine.offers import OfferBook
+from kvevents_service.engine.spans import RequestView
+from kvevents_service.wire.control import Offer, StepDone
+
+MAX_LOSSES = 7
+
+Tables = Sequence[Sequence[int | None]]
+"""One block table for each group; None where the request has no block. The engine's own, read at every plan."""
+Claim = TypeVar("Claim")
+
+
+class PlannerCounts(msgspec.Struct):
+    """Blocks, but for `losses`: steps that were dropped, lost or not stored whole.
+
+    `skipped`: left over when a request ended. `recovered`: null blocks that the prefix cache still had.
+    `undescribed`: near eviction, and the engine has no record of it. `orphans`: near eviction, the parents gone.
+    `dropped_hand_offs`: states handed over too late, or not where a stored block ends.
+    """
+
+    offered: int = 0
+    skipped: int = 0
+    recovered: int = 0
+    undescribed: int = 0
+    orphans: int = 0
+    dropped_hand_offs: int = 0
+    losses: int = 0
+
+
+class Patience:
+    """After the n-th loss in a row 2^(n-1) - 1 plans pass, 63 at most: a full tier is not asked every step."""
+
+    __slots__ = ("_losses", "_rests_until")
+
+    def __init__(self) -> None:
+        self._losses = self._rests_until = 0
+
+    def rests(self, plan_number: int) -> bool:
+        return plan_number < self._rests_until
+
+    def lose(self, plan_number: int) -> None:
+        """Nothing more before the plan that may try again."""
+        self._losses = min(self._losses + 1, MAX_LOSSES)
+        self._rests_until = plan_number + (1 << self._losses - 1)
+
+    def recover(self) -> None:
+        """All is well again."""
+        self._losses = self._rests_until = 0
+
+
+class Plan(NamedTuple, Generic[Claim]):
+    """One step, not sent yet. `block_ids` are to be held once it is, beside what the book keeps for it already."""
+
+    offers: list[Offer]
+    finished: list[str]
+    preempted: list[str]
+    block_ids: array[int]
+    claims: list[Claim]
+    blocks: int
+
+    @property
+    def empty(self) -> bool:
+        """There is nothing to say."""
+        return not (self.offers or self.finished or self.preempted)
+
+
+class Draft(Generic[Claim]):
+    """Offers and what they claim, on the way to a plan. `room` is how many more blocks it may take."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.offers: list[Offer] = []
+        self.block_ids = array("i")
+        self.claims: list[Claim] = []
+
+    def add(self, offer: Offer, block_ids: Sequence[int]) -> None:
+        self.offers.append(offer)
+        self.block_ids.extend(block_ids)
+        self.room -= len(block_ids)
+
+
+class Planner(Generic[Claim]):
+    """One planner an engine. `book` holds the blocks."""
+
+    def __init__(self, book: OfferBook) -> None:
+        self.book = book
+        self.counts = PlannerCounts()
+        self._plans = 0
+        self._kept: Draft[Claim] = Draft(0)
+        self._finished: list[str] = []
+        self._preempted: list[str] = []
+        self._sent: dict[int, Plan[Claim]] = {}
+
+    # a request's life
+
+    def admit(self, view: RequestView, tables: Tables) -> None:
+        """It is scheduled for the first time, or again after a preemption: with these block tables."""
+
+    def confirm(self, request_id: str, tokens: int, computed: int = 0) -> None:
+        """So many tokens have KV that no running step will write. `computed`: with those of running steps."""
+
+    def hand_off(self, request_id: str, group: int, boundary_tokens: int, block_id: int) -> None:
+        """This block holds the group's state after `boundary_tokens`.
+
+        It is held from now on, if so many are confirmed and there is room; if not, then it is looked for in the
+        prefix cache when they are and there is.
+        """
+
+    def preempt(self, request_id: str) -> None:
+        """Its blocks are given up."""
+        self._preempted.append(request_id)
+
+    def finish(self, request_id: str, tokens: int = 0, computed: int = 0) -> None:
+        """It ends, scheduled or not, `tokens` confirmed. Its blocks may be freed as soon as this returns."""
+        self._finished.append(request_id)
+
+    # steps
+
+    def plan(self) -> Plan[Claim]:
+        """What is to be said now. If it is not empty `sent` must follow, before any other verb."""
+        self._plans += 1
+        kept, self._kept = self._kept, Draft(0)
+        draft: Draft[Claim] = Draft(self.book.room)
+        self._collect(draft)
+        ended = self._finished, self._preempted
+        self._finished, self._preempted = [], []
+        blocks = len(kept.block_ids) + len(draft.block_ids)
+        self.counts.offered += blocks
+        return Plan([*kept.offers, *draft.offers], *ended, draft.block_ids, [*kept.claims, *draft.claims], blocks)
+
+    def sent(self, plan: Plan[Claim], step_id: int | None) -> None:
+        """The plan is on its way as this step; None: it was dropped."""
+        self.book.hold(step_id, plan.block_ids)
+        if step_id is None and plan.blocks:
+            self._lose(plan)
+        elif step_id is not None and plan.blocks:
+            self._sent[step_id] = plan
+
+    def settle(self, done: Iterable[StepDone]) -> None:
+        """Steps have ended. What of them is not in the tier now is offered again."""
+        for end in done:
+            self.book.settle((end,))
+            plan = self._sent.pop(end.step_id, None)
+            if plan is None:
+                continue
+            if end.stored + end.known < plan.blocks:
+                self._lose(plan)
+            else:
+                self._win(plan)
+
+    def offer_all_again(self) -> None:
+        """Another sidecar, which knows none of our blocks."""
+
+    def reset(self) -> None:
+        """What was computed is void: nothing of it is offered any more. Call it beside the client's `reset`."""
+        self.book.drop()
+        self._kept = Draft(0)
+        for plan in self._sent.values():
+            plan.claims.clear()
+
+    def _collect(self, draft: Draft[Claim]) -> None:
+        """Fill the draft."""
+        raise NotImplementedError
+
+    def _lose(self, plan: Plan[Claim]) -> None:
+        """Not all of it was stored."""
+        self.counts.losses += 1
+
+    def _win(self, plan: Plan[Claim]) -> None:
+        """All of it is in the tier."""
