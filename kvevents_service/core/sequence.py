@@ -38,6 +38,9 @@ class Origin(NamedTuple):
     dp_rank: int | None = None
 
 
+NOWHERE: Final = Origin("")
+
+
 class Deliver(NamedTuple):
     """The next message, for the consumer."""
 
@@ -51,7 +54,7 @@ class Gap(NamedTuple):
 
     expected: int
     got: int
-    source: Origin | None = None
+    source: Origin = NOWHERE
 
 
 class Restart(NamedTuple):
@@ -59,7 +62,7 @@ class Restart(NamedTuple):
 
     last: int
     seq: int
-    source: Origin | None = None
+    source: Origin = NOWHERE
 
 
 class Resync(NamedTuple):
@@ -68,7 +71,7 @@ class Resync(NamedTuple):
 
     expected: int
     got: int
-    source: Origin | None = None
+    source: Origin = NOWHERE
 
 
 class Ask(NamedTuple):
@@ -97,7 +100,7 @@ class Sequencer:
 
     def __init__(self, *, replay: bool, limits: HoldLimits | None = None) -> None:
         self.limits = limits or HoldLimits()
-        self.source: Origin | None = None
+        self.source = NOWHERE
         self.joined_at: int | None = None
         self.replaying = False
         self.distrusted = False
