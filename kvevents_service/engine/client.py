@@ -74,16 +74,23 @@ class OffloadClient(Registration):
         """
         return self._number("steps", lambda number: Step(number, list(offers), list(finished), list(preempted)))
 
-    def lookup(self, request_id: str, block_hashes: bytes | Sequence[bytes], start_tokens: int = 0) -> PrefixHit:
+    def lookup(
+        self,
+        request_id: str,
+        block_hashes: bytes | Sequence[bytes],
+        start_tokens: int = 0,
+        *,
+        fine: bool = False,
+    ) -> PrefixHit:
         """How much can be loaded of a prompt that is in the engine up to `start_tokens`.
 
-        `block_hashes`: those of the hash units from there on, packed, or one by one.
+        `block_hashes`: those of the hash units from there on, packed, or one by one. fine: a hit may end inside a block.
         """
         self.counters["lookups"] += 1
         with self._forgiven("lookup"):
             if self._line.usable:
                 call_id, lease_s = self._line.next_id(), self.timeouts.lease_s
-                call = Lookup(call_id, request_id, packed_hashes(block_hashes), lease_s, start_tokens)
+                call = Lookup(call_id, request_id, packed_hashes(block_hashes), lease_s, start_tokens, fine)
                 answer = self._line.ask(call, call_id, self.timeouts.lookup_s)
                 if isinstance(answer, Hit):
                     return PrefixHit(answer.blocks, answer.lease_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvevents_service.wire.control import Offer, StepDone
+from kvevents_service.wire.control import InnerHash, Offer, StepDone
 from kvevents_service.wire.packing import pack_int32
 
 
@@ -20,6 +20,7 @@ def make_offer(
     lora_id: int | None = None,
     lora_name: str | None = None,
     extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+    inner: list[InnerHash] | None = None,
 ) -> Offer:
     """An offer of consecutive finished blocks. `token_ids` are those of exactly these blocks."""
     return Offer(
@@ -32,6 +33,7 @@ def make_offer(
         lora_id,
         lora_name,
         None if extra_keys is None else list(extra_keys),
+        inner,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
 
-from kvevents_service.core.groups import STATE_KIND, WINDOWED, first_needed
+from kvevents_service.core.groups import PREFIX_KINDS, STATE_KIND, WINDOWED, first_needed
 from kvevents_service.engine.identity import KeyWalk
 from kvevents_service.engine.offers import OfferBook
 from kvevents_service.engine.plan import Draft, Patience, Plan, Planner, Tables
@@ -22,10 +22,10 @@ Find = Callable[[int, bytes], int | None]
 
 
 class State(NamedTuple):
-    """A state that was handed over: logical block `number` of a group."""
+    """A state that was handed over: that of a group after so many tokens."""
 
     group: int
-    number: int
+    tokens: int
 
 
 class Track:
@@ -111,11 +111,11 @@ class EagerPlanner(Planner[EagerClaim]):
 
     def hand_off(self, request_id: str, group: int, boundary_tokens: int, block_id: int) -> None:
         track, spans = self._tracks.get(request_id), self.spans[group]
-        ends_a_block = boundary_tokens > 0 and not boundary_tokens % spans.block_size
-        if track is None or not ends_a_block or not spans.group.cacheable:
+        has_a_name = boundary_tokens > 0 and not boundary_tokens % spans.unit_tokens
+        if track is None or not has_a_name or not spans.group.cacheable:
             self.counts.dropped_hand_offs += 1
             return
-        state = State(group, spans.full(boundary_tokens) - 1)
+        state = State(group, boundary_tokens)
         track.states.append(state)
         draft: Draft[EagerClaim] = Draft(self.book.room)
         if boundary_tokens <= track.confirmed and self._add_state(draft, track, state, block_id):
@@ -136,7 +136,18 @@ class EagerPlanner(Planner[EagerClaim]):
             track.confirm(tokens, computed)
             draft: Draft[EagerClaim] = Draft(self.book.room)
             self.counts.skipped += self._add(draft, track)
+            for spans in self._positional:
+                self._add_tail(draft, track, spans)
             self._keep(draft)
+
+    def _add_tail(self, draft: Draft[EagerClaim], track: Track, spans: Spans) -> None:
+        """The block that the prompt ended in, if nothing has filled it since."""
+        tokens, table = track.view.fine_tokens, track.tables[spans.group.index]
+        number, inside = divmod(tokens, spans.block_size)
+        is_tail = inside and tokens <= track.confirmed < (number + 1) * spans.block_size
+        block_id = table[number] if is_tail and number < len(table) else None
+        if block_id is not None and draft.room > 0 and spans.group.kind in PREFIX_KINDS:
+            draft.add(spans.tail(track.view, tokens, block_id), [block_id])
 
     def _forget(self, request_id: str) -> Track | None:
         self._due.pop(request_id, None)
@@ -195,17 +206,21 @@ class EagerPlanner(Planner[EagerClaim]):
 
     def _add_state(self, draft: Draft[EagerClaim], track: Track, state: State, block_id: int) -> bool:
         spans = self.spans[state.group]
-        if draft.room <= 0 or state.number >= spans.named(track.view.unit_hashes):
+        if draft.room <= 0 or state.tokens > len(track.view.unit_hashes) * spans.unit_tokens:
             return False
-        draft.add(spans.offer(track.view, track.walks[state.group], state.number, [block_id]), [block_id])
+        number, inside = divmod(state.tokens, spans.block_size)
+        if inside:
+            draft.add(spans.tail(track.view, state.tokens, block_id), [block_id])
+        else:
+            draft.add(spans.offer(track.view, track.walks[state.group], number - 1, [block_id]), [block_id])
         return True
 
     def _add_found(self, draft: Draft[EagerClaim], track: Track, state: State) -> bool:
         """Offer a state that was handed over before, if the prefix cache has it still. False: it may fit later."""
         spans, hashes = self.spans[state.group], track.view.unit_hashes
-        if state.number >= min(spans.named(hashes), spans.full(track.confirmed)):
+        if state.tokens > min(len(hashes) * spans.unit_tokens, track.confirmed):
             return False
-        block_id = self._recover(state.group, spans.name(hashes, state.number))
+        block_id = self._recover(state.group, hashes[state.tokens // spans.unit_tokens - 1])
         return block_id is None or self._add_state(draft, track, state, block_id)
 
     def _recover(self, group: int, name: bytes) -> int | None:

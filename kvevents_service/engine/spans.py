@@ -9,28 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
+from kvevents_service.core.groups import FINE_KINDS
 from kvevents_service.engine.identity import PLAIN, Identity, KeyWalk
 from kvevents_service.engine.offers import make_offer
-from kvevents_service.wire.control import GroupSpec, Offer
+from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 
 
 class RequestView(NamedTuple):
-    """A request's own buffers, never copied: the engine appends to them, and what was there stays as it is."""
+    """A request's own buffers, never copied: the engine appends to them, and what was there stays as it is.
+
+    fine_tokens: where a hit of the same prompt should end although it may be inside a block; whole hash units, for
+    the engine the last ones of a prompt that leave it a token to compute. 0: its hits end where blocks do.
+    """
 
     request_id: str
     unit_hashes: Sequence[bytes]
     token_ids: Sequence[int]
     identity: Identity = PLAIN
+    fine_tokens: int = 0
 
 
 class Spans:
-    """Ranges of one group's logical blocks. `units`: hash units a block."""
+    """Ranges of one group's logical blocks. `units`: hash units a block, of `unit_tokens` each."""
 
-    __slots__ = ("block_size", "group", "units")
+    __slots__ = ("block_size", "group", "unit_tokens", "units")
 
     def __init__(self, group: GroupSpec, hash_tokens: int) -> None:
         self.group = group
         self.block_size = group.block_size
+        self.unit_tokens = hash_tokens
         self.units = group.block_size // hash_tokens
 
     def __repr__(self) -> str:
@@ -57,7 +64,7 @@ class Spans:
         return unit_hashes[first * self.units - 1] if first else None
 
     def offer(self, view: RequestView, walk: KeyWalk, first: int, block_ids: Sequence[int]) -> Offer:
-        """Consecutive blocks from `first` on, which lie in these blocks of the engine."""
+        """Consecutive blocks from `first` on, in these blocks of the engine; a prefix inside one is named."""
         stop = first + len(block_ids)
         identity = view.identity
         return make_offer(
@@ -70,7 +77,33 @@ class Spans:
             lora_id=identity.lora_id,
             lora_name=identity.lora_name,
             extra_keys=walk.keys(first, stop),
+            inner=self._inner(view, view.fine_tokens, first, stop),
         )
+
+    def tail(self, view: RequestView, tokens: int, block_id: int) -> Offer:
+        """The block that a prefix of `tokens` ends in, filled up to there; not at a block's end."""
+        first, identity = tokens // self.block_size, view.identity
+        return make_offer(
+            view.request_id,
+            (),
+            view.token_ids[first * self.block_size : tokens],
+            [block_id],
+            group=self.group.index,
+            parent=self.parent(view.unit_hashes, first),
+            lora_id=identity.lora_id,
+            lora_name=identity.lora_name,
+            inner=self._inner(view, tokens, first, first + 1),
+        )
+
+    def _inner(self, view: RequestView, tokens: int, first: int, stop: int) -> list[InnerHash] | None:
+        """The name of a prefix that ends inside one of blocks [first, stop)."""
+        block, inside = divmod(tokens, self.block_size)
+        if not inside or not first <= block < stop or self.group.kind not in FINE_KINDS:
+            return None
+        hashes, unit = view.unit_hashes, tokens // self.unit_tokens - 1
+        keys = KeyWalk(view.identity, self.unit_tokens).keys(unit, unit + 1)
+        parent, units = hashes[unit - 1] if unit else None, inside // self.unit_tokens
+        return [InnerHash(block - first, units, hashes[unit], parent, keys[0] if keys else None)]
 
 
 def dense_runs(blocks: Sequence[int | None], first: int) -> Iterator[tuple[int, Sequence[int]]]:

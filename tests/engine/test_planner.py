@@ -437,8 +437,8 @@ def test_states_without_room_are_found_later() -> None:
     assert sorted(states) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize("boundary", [0, 4, 12])
-def test_a_state_that_does_not_end_where_a_block_does_is_counted(boundary: int) -> None:
+@pytest.mark.parametrize("boundary", [0, 3, 6])
+def test_a_state_that_does_not_end_where_a_hash_unit_does_is_counted(boundary: int) -> None:
     toy = Toy(HYBRID)
     toy.compute(toy.start("r", 32), 16, hand_off=False)
     toy.planner.hand_off("r", 2, boundary, 0)
