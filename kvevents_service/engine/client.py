@@ -84,7 +84,8 @@ class OffloadClient(Registration):
     ) -> PrefixHit:
         """How much can be loaded of a prompt that is in the engine up to `start_tokens`.
 
-        `block_hashes`: those of the hash units from there on, packed, or one by one. fine: a hit may end inside a block.
+        `block_hashes`: those of the hash units from there on, packed, or one by one. `fine`: a hit may end inside a
+        block, and be loaded up to there.
         """
         self.counters["lookups"] += 1
         with self._forgiven("lookup"):
