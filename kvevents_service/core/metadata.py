@@ -109,8 +109,10 @@ class TransferMeta(msgspec.Struct, frozen=True, eq=False):
         return len(self.slots)
 
 
-def snapshot(offer: Offer, group: GroupSpec, medium: str, hash_bytes: int) -> BlockStoreMeta:
-    """The snapshot of an offer's whole blocks. Cheap: it keeps the offer's own bytes."""
+def snapshot(
+    offer: Offer, group: GroupSpec, medium: str, hash_bytes: int, parent: bytes | None = None
+) -> BlockStoreMeta:
+    """The snapshot of an offer's whole blocks. Cheap: it keeps the offer's own bytes, and `parent` for its parent."""
     blocks = len(offer.block_hashes) // hash_bytes
     return BlockStoreMeta(
         group,
@@ -118,7 +120,7 @@ def snapshot(offer: Offer, group: GroupSpec, medium: str, hash_bytes: int) -> Bl
         hash_bytes,
         offer.block_hashes,
         offer.token_ids[: blocks * group.block_size * TOKEN_BYTES],  # the same object unless there is a tail
-        offer.parent,
+        offer.parent if parent is None else parent,
         offer.lora_id,
         offer.lora_name,
         offer.extra_keys,

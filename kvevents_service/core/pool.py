@@ -103,6 +103,11 @@ class BlockPool(SlotTable):
         """The block inside which the prefix of this hash ends."""
         return self.inner[group].get(block_hash)
 
+    def own_hash(self, group: int, block_hash: bytes | None) -> bytes | None:
+        """The pool's object of a hash that it knows, else the one given: a parent's hash is kept once."""
+        slot = None if block_hash is None else self.index[group].get(block_hash)
+        return block_hash if slot is None else self._hash[slot]
+
     # store
 
     def is_fresh_chain(self, group: int, hashes: list[bytes]) -> bool:

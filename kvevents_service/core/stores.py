@@ -78,7 +78,8 @@ class Stores:
         if fault is not None:
             self._decline(tally, fault, len(offer.block_ids) // INT32_BYTES)
             return
-        meta = snapshot(offer, group, spec.medium, spec.hash_bytes)
+        parent = self.tier.pool.own_hash(group.index, offer.parent)
+        meta = snapshot(offer, group, spec.medium, spec.hash_bytes, parent)
         hashes = split_hashes(offer.block_hashes, spec.hash_bytes)
         if hashes:
             (self._take_chain if group.kind in PREFIX_KINDS else self._take_loose)(offer, meta, hashes, tally)
