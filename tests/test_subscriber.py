@@ -11,10 +11,14 @@ from itertools import count
 import pytest
 import zmq
 
+from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal, JournalLimits
 from kvevents_service.core.metadata import Cleared
+from kvevents_service.core.replay import Recovery
 from kvevents_service.errors import ConfigError
+from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.renderer import Renderer
 from kvevents_service.service.replayer import Replayer
 from kvevents_service.sockets import Receiver, bind
 from kvevents_service.subscriber import Batch, Gap, HoldLimits, Item, Restart, Subscriber, Timing, Undecodable
@@ -37,10 +41,11 @@ class Peer:
         self.replay = bind(self.router, f"tcp://127.0.0.1:{ports[1]}", "replay")
         self.journal = Journal(JournalLimits(retained_batches=retained))
         ticks = count(int(ports[0]))  # so that the lives of a publisher differ in what they send
-        self.publisher = Publisher(
-            self.journal, self.xpub, topic="kv", dp_rank=0, numbers=None, wall_clock=lambda: float(next(ticks))
-        )
-        self.replayer = Replayer(self.journal, self.router, topic="kv", clock=time.monotonic)
+        output = Output(self.xpub, topic="kv")
+        self.publisher = Publisher(self.journal, [output], numbers=None, wall_clock=lambda: float(next(ticks)))
+        recovery = Recovery(self.journal, [Encoding()], clock=time.monotonic, wall_clock=time.time)
+        self.renderer = Renderer(recovery, self.publisher)
+        self.replayer = Replayer(self.router, output, self.renderer, clock=time.monotonic)
 
     @property
     def ports(self) -> tuple[str, str]:
@@ -66,12 +71,13 @@ async def peer(**options: object) -> AsyncIterator[Peer]:
     context = zmq.Context()
     try:
         made = Peer(context, **options)
-        answering = asyncio.create_task(made.replayer.run())
+        answering = [asyncio.create_task(part.run()) for part in (made.replayer, made.renderer)]
         try:
             yield made
         finally:
-            answering.cancel()
-            await asyncio.wait([answering])
+            for task in answering:
+                task.cancel()
+            await asyncio.wait(answering)
     finally:
         context.destroy(linger=0)
 
@@ -159,11 +165,11 @@ class TestReplay:
             assert subscriber.stats()["replays"] >= 1
             assert subscriber.stats()["restarts"] == 0
 
-    async def test_what_is_no_longer_retained_is_missing(self) -> None:
+    async def test_a_snapshot_stands_for_what_is_no_longer_retained(self) -> None:
         async with peer(retained=2) as publisher:
             publisher.send(5)
             async with Subscriber(publisher.endpoint, replay=publisher.replay) as subscriber:
-                assert await briefly(subscriber, 3) == [Gap(0, 3), "r3", "r4"]
+                assert await briefly(subscriber, 5) == ["r0", "r1", "r2", "r3", "r4"]
 
     async def test_a_gap_is_filled_before_the_live_message(self, publisher: Peer) -> None:
         async with Subscriber(publisher.endpoint, replay=publisher.replay) as subscriber:

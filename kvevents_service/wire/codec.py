@@ -79,7 +79,10 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 def encode_own(batch: EventBatch) -> bytes:
     """`encode_batch` without type checks, for values that came off the wire. WireError if too big."""
-    return _bounded(_encoder.encode([batch.ts, batch.events, batch.data_parallel_rank]))
+    elements: list[object] = [batch.ts, batch.events, batch.data_parallel_rank]
+    if batch.publisher_id is not None:
+        elements.append(batch.publisher_id)
+    return _bounded(_encoder.encode(elements))
 
 
 def decode_batch(payload: bytes) -> Decoded:
