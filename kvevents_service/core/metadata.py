@@ -112,7 +112,7 @@ class TransferMeta(msgspec.Struct, frozen=True, eq=False):
 def snapshot(
     offer: Offer, group: GroupSpec, medium: str, hash_bytes: int, parent: bytes | None = None
 ) -> BlockStoreMeta:
-    """The snapshot of an offer's whole blocks. Cheap: it keeps the offer's own bytes, and `parent` for its parent."""
+    """The snapshot of an offer's whole blocks. Cheap: it keeps the offer's own bytes, `parent` for its parent."""
     blocks = len(offer.block_hashes) // hash_bytes
     return BlockStoreMeta(
         group,

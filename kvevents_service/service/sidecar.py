@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvevents_service.config import ServeConfig, TierSettings
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.cut import StateSource
 from kvevents_service.core.groups import check_groups
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.ranks import RankReports
@@ -270,6 +271,10 @@ class Sidecar:
             self._bytes_moved += lanes.bytes_moved
 
     # instruments
+
+    def sources(self) -> list[StateSource]:
+        """Whatever has blocks that were announced, the fastest tier first."""
+        return [] if self.tier is None else [self.tier.scheduler.pool]
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges of every part."""
