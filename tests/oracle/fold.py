@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from oracle.script import Answer
@@ -55,9 +55,13 @@ def blocks_of(event: Answer) -> Iterator[Block]:
 
 
 class Fold:
-    """What a literal reader of the stream believes, and what the stream did that a true one never does."""
+    """What a literal reader of the stream believes, and what the stream did that a true one never does.
 
-    def __init__(self) -> None:
+    `prefix_groups`: the groups in which a block needs every block before it.
+    """
+
+    def __init__(self, prefix_groups: Collection[int]) -> None:
+        self._prefix_groups = prefix_groups
         self.resident: dict[Key, Block] = {}
         self.announced: dict[Key, Block] = {}
         self.copies: Counter[Key] = Counter()
@@ -83,7 +87,7 @@ class Fold:
         for block in blocks_of(event):
             if block.key in self.resident or self.copies[block.key]:
                 self.faults.append(("stored_twice", block.key))
-            if block.parent is not None and block.key._replace(block_hash=block.parent) not in self.resident:
+            if self._is_orphan(block):
                 self.faults.append(("parent_absent", block.key))
             self.resident[block.key] = self.announced[block.key] = block
             self.copies[block.key] += 1
@@ -106,11 +110,11 @@ class Fold:
         self.resident.clear()
         self.copies.clear()
 
+    def _is_orphan(self, block: Block) -> bool:
+        """Its parent is not there, in a group where a block needs all before it."""
+        parent = block.parent is not None and block.key._replace(block_hash=block.parent)
+        return bool(parent) and block.key.group in self._prefix_groups and parent not in self.resident
+
     def orphans(self) -> list[Key]:
-        """Resident blocks without their parent."""
-        resident = self.resident
-        return [
-            key
-            for key, block in resident.items()
-            if block.parent is not None and key._replace(block_hash=block.parent) not in resident
-        ]
+        """Resident blocks of prefix kinds without their parent."""
+        return [key for key, block in self.resident.items() if self._is_orphan(block)]

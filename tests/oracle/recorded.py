@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from oracle.ask import Oracle
-from oracle.cases import directed, random_script
-from oracle.script import Answer, Script
+from oracle.cases import directed
+from oracle.compare import KINDS, compare
+from oracle.hybrid import hybrid
+from oracle.lives import mixed_script, random_script
+from oracle.our_side import play
+from oracle.script import Answer, Script, shrink
 
 FOLDER = Path(__file__).with_name("recorded")
 DIRECTED = (
@@ -27,20 +31,53 @@ DIRECTED = (
     "reset while a store is pending",
     "reset with running requests",
     "the tier is full",
+    "mla",
+    "sinks",
+    "mla window",
+    "two full",
+    "scratch",
+    "all kinds",
+    "dcp groups",
+    "the tail of a window at the end",
+    "a window's block is used again",
+    "a hit in the middle of a chunk",
+    "fewer tokens than a state hit",
+    "lazy window",
+    "four ranks",
+    "reset between two ranks",
 )
-SEEDS = (1, 2, 3)
+SEED = 1
+MAX_SEEDS = 2000
 
 
 def record(oracle: Oracle) -> int:
-    """Ask vLLM again and write every file anew."""
-    chosen = [script for script in directed() if script["name"] in DIRECTED]
-    scripts = [*chosen, *map(random_script, SEEDS)]
+    """Ask vLLM again and write every file anew, with a small script for each kind that no chosen one shows."""
+    for path in FOLDER.glob("*.json"):
+        path.unlink()
+    chosen = [script for script in (*directed(), *hybrid()) if script["name"] in DIRECTED]
+    scripts = [*chosen, random_script(SEED)]
+    shown = {kind for script in scripts for kind in argued(oracle, script)}
+    scripts += [showing(oracle, kind) for kind in KINDS if kind not in shown]
     for script in scripts:
-        answers = oracle.answer(script)
         path = FOLDER / f"{script['name'].replace(',', '').replace(' ', '-')}.json"
-        path.write_text(json.dumps({"script": script, "vllm": answers}, separators=(",", ":")) + "\n")
+        case = {"script": script, "vllm": oracle.answer(script)}
+        path.write_text(json.dumps(case, separators=(",", ":")) + "\n")
         sys.stderr.write(f"oracle: {path.name} {path.stat().st_size} bytes\n")
     return 0
+
+
+def argued(oracle: Oracle, script: Script) -> set[str]:
+    """The kinds of difference that a script shows, if it shows no other."""
+    answers = oracle.answer(script)
+    verdict = compare(script, answers, play(script, answers))
+    return set() if verdict.unexplained else set(verdict.argued)
+
+
+def showing(oracle: Oracle, kind: str) -> Script:
+    """The smallest part of a random script that still shows this kind of difference."""
+    found = next(script for seed in range(MAX_SEEDS) if kind in argued(oracle, script := mixed_script(seed)))
+    small = shrink(found, lambda script: kind in argued(oracle, script))
+    return {**small, "name": kind.replace("_", " ")}
 
 
 def recorded() -> Iterator[tuple[Script, list[Answer]]]:
