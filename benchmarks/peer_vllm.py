@@ -1,10 +1,12 @@
 """The peer: what vLLM 0.33's own scheduler and publisher cost. Runs only in the oracle's virtual environment.
 
     ORACLE/bin/python peer_vllm.py step BLOCKS EVICTING RUNS     us per block and run, stage by stage
+    ORACLE/bin/python peer_vllm.py events BLOCKS EVICTING RUNS REQUESTS
+        the same by CPU time, events on and off in turns, for BLOCKS blocks of each of REQUESTS requests
     ORACLE/bin/python peer_vllm.py publish BATCHES EVENTS RUNS   blocks/s per run, bytes per block
     ORACLE/bin/python peer_vllm.py memory BLOCKS                 bytes per resident block
 
-One JSON line on stdout. After the oracle's bench_vllm.py; vLLM is 0.33.0, events are on.
+One JSON line on stdout. After the oracle's bench_vllm.py; vLLM is 0.33.0, events are on where nothing else is said.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ WARM_UP = 3
 NUMBERS = count(1)
 
 
-def make_scheduler(gpu_blocks, cpu_blocks):
+def make_scheduler(gpu_blocks, cpu_blocks, events=True):
     import torch
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
@@ -39,7 +41,7 @@ def make_scheduler(gpu_blocks, cpu_blocks):
         num_blocks=gpu_blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(["l0"], spec)]
     )
     scheduler = SimpleCPUOffloadScheduler(
-        vllm_config=make_config(),
+        vllm_config=make_config(events),
         kv_cache_config=cache,
         cpu_capacity_bytes=BLOCK_BYTES * cpu_blocks,
         scheduler_block_size=BLOCK_TOKENS,
@@ -50,7 +52,7 @@ def make_scheduler(gpu_blocks, cpu_blocks):
     return scheduler, pool
 
 
-def make_config():
+def make_config(events):
     from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
     from vllm.config.kv_events import KVEventsConfig
 
@@ -66,7 +68,7 @@ def make_config():
         kv_transfer_config=KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both"),
         device_config=DeviceConfig("cpu"),
     )
-    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=events)
     config.model_config = SimpleNamespace(max_model_len=MAX_TOKENS)  # all that the scheduler reads of a model
     return config
 
@@ -79,25 +81,28 @@ def make_hasher():
     return get_request_block_hasher(BLOCK_TOKENS, sha256)
 
 
-def scheduled(request_id, blocks, block_ids):
+def scheduled(blocks, block_ids):
+    """A step in which every request of `block_ids` is new."""
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-    new = NewRequestData(
-        req_id=request_id,
-        prompt_token_ids=None,
-        mm_features=[],
-        sampling_params=None,
-        pooling_params=None,
-        block_ids=block_ids,
-        num_computed_tokens=0,
-        lora_request=None,
-    )
-    tokens = {request_id: blocks * BLOCK_TOKENS}
+    new = [
+        NewRequestData(
+            req_id=request_id,
+            prompt_token_ids=None,
+            mm_features=[],
+            sampling_params=None,
+            pooling_params=None,
+            block_ids=ids,
+            num_computed_tokens=0,
+            lora_request=None,
+        )
+        for request_id, ids in block_ids.items()
+    ]
     return SchedulerOutput(
-        scheduled_new_reqs=[new],
+        scheduled_new_reqs=new,
         scheduled_cached_reqs=CachedRequestData.make_empty(),
-        num_scheduled_tokens=tokens,
-        total_num_scheduled_tokens=blocks * BLOCK_TOKENS,
+        num_scheduled_tokens=dict.fromkeys(block_ids, blocks * BLOCK_TOKENS),
+        total_num_scheduled_tokens=len(block_ids) * blocks * BLOCK_TOKENS,
         scheduled_spec_decode_tokens={},
         scheduled_encoder_inputs={},
         num_common_prefix_blocks=[],
@@ -137,29 +142,32 @@ def prefilled_request(scheduler, pool, blocks, hasher):
     return request, held, KVCacheBlocks(blocks=(held,)).get_block_ids()
 
 
-def timed(function, *arguments):
-    started = time.perf_counter()
+def timed(clock, function, *arguments):
+    started = clock()
     result = function(*arguments)
-    return result, time.perf_counter() - started
+    return result, clock() - started
 
 
-def one_step(scheduler, pool, blocks, hasher):
-    """Seconds of each stage of one step that stores `blocks` blocks."""
+def one_step(scheduler, pool, blocks, hasher, requests=1, clock=time.perf_counter, events_on=True):
+    """Seconds of each stage of one step that stores `blocks` blocks of each of `requests` requests."""
     from vllm.distributed.kv_events import KVEventBatch
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
 
-    request, held, block_ids = prefilled_request(scheduler, pool, blocks, hasher)
-    meta, prepare = timed(scheduler.build_connector_meta, scheduled(request.request_id, blocks, block_ids))
-    assert len(meta.store_gpu_blocks) == blocks
+    ready = [prefilled_request(scheduler, pool, blocks, hasher) for _ in range(requests)]
+    output = scheduled(blocks, {request.request_id: block_ids for request, _, block_ids in ready})
+    meta, prepare = timed(clock, scheduler.build_connector_meta, output)
+    assert len(meta.store_gpu_blocks) == blocks * requests
     done = SimpleCPUOffloadWorkerMetadata(completed_store_events={meta.store_event: 1})
     output = KVConnectorOutput(finished_recving=set(), kv_connector_worker_meta=done)
-    _, complete = timed(scheduler.update_connector_output, output)
-    events, take_events = timed(lambda: list(scheduler.take_events()))
-    assert len(events) >= blocks
-    _, encode = timed(ENCODER().encode, KVEventBatch(ts=time.time(), events=events, data_parallel_rank=0))
-    pool.free_blocks(reversed(held))
-    scheduler.request_finished(request, [])
+    _, complete = timed(clock, scheduler.update_connector_output, output)
+    events, take_events = timed(clock, lambda: list(scheduler.take_events()))
+    assert len(events) >= blocks * requests if events_on else not events
+    batch = KVEventBatch(ts=time.time(), events=events, data_parallel_rank=0)
+    _, encode = timed(clock, ENCODER().encode, batch)
+    for request, held, _ in ready:
+        pool.free_blocks(reversed(held))
+        scheduler.request_finished(request, [])
     return {"prepare": prepare, "complete": complete, "take_events": take_events, "encode": encode}
 
 
@@ -174,7 +182,23 @@ def step(blocks, evicting, runs):
     scheduler, pool = make_scheduler(blocks * 2 + 64, cpu_blocks)
     hasher = make_hasher()
     times = [one_step(scheduler, pool, blocks, hasher) for _ in range(runs + WARM_UP)][WARM_UP:]
+    return per_block(times, blocks)
+
+
+def per_block(times, blocks):
     return {stage: [run[stage] / blocks * 1e6 for run in times] for stage in times[0]}
+
+
+def events(blocks, evicting, runs, requests):
+    """The same steps with events and without, in turns, by the thread's CPU time."""
+    size = blocks * requests
+    cpu_blocks = size * 5 // 4 + 8 if evicting else size * (runs + WARM_UP + 1)
+    made = {on: make_scheduler(size * 2 + 64, cpu_blocks, on) for on in (True, False)}
+    hasher, times = make_hasher(), {True: [], False: []}
+    for _ in range(runs + WARM_UP):
+        for on, (scheduler, pool) in made.items():
+            times[on].append(one_step(scheduler, pool, blocks, hasher, requests, time.thread_time, on))
+    return {"on": per_block(times[True][WARM_UP:], size), "off": per_block(times[False][WARM_UP:], size)}
 
 
 def stored_event(number):
@@ -266,5 +290,5 @@ def memory(blocks):
 
 
 if __name__ == "__main__":
-    verbs = {"step": step, "publish": publish, "memory": memory}
+    verbs = {"step": step, "events": events, "publish": publish, "memory": memory}
     print(json.dumps(verbs[sys.argv[1]](*map(int, sys.argv[2:]))), flush=True)

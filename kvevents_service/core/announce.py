@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvevents_service.wire.packing import unpack_int32
+from kvevents_service.wire.packing import INT32_BYTES, int32_list
 
 LOCAL = "LOCAL"
 MAX_BATCH_TOKENS = 1 << 20
@@ -21,6 +21,10 @@ _LITTLE = sys.byteorder == "little"
 
 def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announcement, ...]]:
     """The same announcements, in order, in batches of at most about MAX_BATCH_TOKENS tokens and hashes."""
+    if sum(map(_weight, announcements)) <= MAX_BATCH_TOKENS:  # as nearly always
+        if announcements:
+            yield tuple(announcements)
+        return
     batch: list[Announcement] = []
     size = 0
     for piece in (piece for item in announcements for piece in _pieces(item)):
@@ -36,13 +40,9 @@ def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announce
 
 def _weight(item: Announcement) -> int:
     """Numbers that its event will hold."""
-    match item:
-        case BlockStoreMeta():
-            return item.blocks * (item.group.block_size + 1)
-        case RemovedRun():
-            return len(item.block_hashes)
-        case _:
-            return 0
+    if isinstance(item, BlockStoreMeta):
+        return len(item.token_ids) // INT32_BYTES + len(item.block_hashes) // item.hash_bytes
+    return len(item.block_hashes) if isinstance(item, RemovedRun) else 0
 
 
 def _pieces(item: Announcement) -> Iterator[Announcement]:
@@ -50,28 +50,26 @@ def _pieces(item: Announcement) -> Iterator[Announcement]:
     if _weight(item) <= MAX_BATCH_TOKENS:
         yield item
     elif isinstance(item, BlockStoreMeta):
-        step = max(1, MAX_BATCH_TOKENS // (item.group.block_size + 1))
+        step = max(1, MAX_BATCH_TOKENS // (item.block_size + 1))
         for start in range(0, item.blocks, step):
             yield item.part(start, min(start + step, item.blocks))
     elif isinstance(item, RemovedRun):
         for start in range(0, len(item.block_hashes), MAX_BATCH_TOKENS):
             hashes = item.block_hashes[start : start + MAX_BATCH_TOKENS]
-            yield RemovedRun(item.group, item.medium, hashes)
+            yield RemovedRun(item.group, item.medium, hashes, item.inner)
 
 
 def to_event(announcement: Announcement) -> Event:
     """The wire event of one announcement."""
-    match announcement:
-        case BlockStoreMeta():
-            return stored_event(announcement)
-        case RemovedRun():
-            return removed_event(announcement)
-        case _:
-            return AllBlocksCleared()
+    if isinstance(announcement, BlockStoreMeta):
+        return stored_event(announcement)
+    return removed_event(announcement) if isinstance(announcement, RemovedRun) else AllBlocksCleared()
 
 
 def int_hashes(packed: bytes, hash_bytes: int) -> list[int]:
     """Low 64 bits of each hash, as vLLM publishes them: the last 8 bytes, big endian, unsigned."""
+    if len(packed) == hash_bytes:
+        return [low64(packed)]
     if hash_bytes % 8:
         return [
             int.from_bytes(packed[end - 8 : end], "big") for end in range(hash_bytes, len(packed) + 1, hash_bytes)
@@ -90,18 +88,19 @@ def low64(block_hash: bytes) -> int:
 
 def stored_event(meta: BlockStoreMeta) -> BlockStored:
     """The announcement of a run, in vLLM 0.33's terms: one event, many hashes."""
+    group, parent = meta.group, meta.parent_block_hash
     return BlockStored(
         block_hashes=int_hashes(meta.block_hashes, meta.hash_bytes),  # type: ignore[arg-type]
-        parent_block_hash=None if meta.parent_block_hash is None else low64(meta.parent_block_hash),
-        token_ids=unpack_int32(meta.token_ids).tolist(),
-        block_size=meta.group.block_size,
+        parent_block_hash=None if parent is None else low64(parent),
+        token_ids=int32_list(meta.token_ids),
+        block_size=meta.block_size,
         lora_id=meta.lora_id,
         medium=meta.medium,
         lora_name=meta.lora_name,
         extra_keys=meta.extra_keys,
-        group_idx=meta.group.index,
-        kv_cache_spec_kind=meta.group.kind,
-        kv_cache_spec_sliding_window=meta.group.sliding_window,
+        group_idx=group.index,
+        kv_cache_spec_kind=group.kind,
+        kv_cache_spec_sliding_window=group.sliding_window,
         locality=LOCAL,
     )
 
