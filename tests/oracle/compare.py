@@ -29,7 +29,6 @@ KINDS = (
     "many_hashes_an_event",
     "cleared_by_removals",
     "chunk_as_window",
-    "inner_hash",
     "state_metadata",
     "lazy_metadata",
     "stored_twice",

@@ -71,7 +71,8 @@ def windows() -> list[Script]:
     flush = [add("a", LONG, lora=FRENCH), admit("a"), step(a=64), of("finish", "a"), step(), stored(1)]
     fewer = [*long_life("a", 0), forget(), add("b", LONG), admit("b", 16), step(), of("loaded", "b"), step(b=20)]
     reused = [add("a", P[:8] * 2), add("b", Q[:8] * 2), admit("a"), admit("b"), step(a=16), step(a=1, b=16)]
-    middle = [*long_life("a", 0), forget(), *long_life("c", 4)[:2], step(c=9), step(c=4), of("finish", "c")]
+    local = [add("c", [*LONG[:12], 90, 91]), admit("c", 0), step(c=20), step(c=1), of("finish", "c")]
+    middle = [*long_life("a", 0), forget(), *local]
     behind = [add("b", LONG), of("lookup", "b"), admit("b"), step(), of("loaded", "b"), step(b=30)]
     return [
         make_script("the tail of a window at the end", *flush, model=MODELS["window"]),

@@ -55,6 +55,10 @@ class Breakage:
     def event(self, event: Event) -> Event | None:
         return event
 
+    def ranks(self, ranks: int) -> int:
+        """How many ranks must report a store."""
+        return ranks
+
 
 class Mirror:
     """What the adapter knows of a request. `offered` counts logical blocks of every group."""
@@ -107,7 +111,7 @@ class Adapter:
         self.scheduler.hello(SESSION, script["gpu_blocks"])
         self.copies = HeldCopies(self.scheduler)
         self.breakage = breakage
-        self.lazy, self.ranks = script["lazy"], script["ranks"]
+        self.lazy, self.ranks = script["lazy"], breakage.ranks(script["ranks"])
         self.reports: Counter[int] = Counter()
         self.mirrors: dict[str, Mirror] = {}
         self.every_mirror: list[Mirror] = []

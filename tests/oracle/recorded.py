@@ -11,7 +11,7 @@ from oracle.ask import Oracle
 from oracle.cases import directed
 from oracle.compare import KINDS, compare
 from oracle.hybrid import hybrid
-from oracle.lives import mixed_script, random_script
+from oracle.lives import mixed_script
 from oracle.our_side import play
 from oracle.script import Answer, Script, shrink
 
@@ -31,10 +31,8 @@ DIRECTED = (
     "reset while a store is pending",
     "reset with running requests",
     "the tier is full",
-    "mla",
     "sinks",
     "mla window",
-    "two full",
     "scratch",
     "all kinds",
     "dcp groups",
@@ -44,9 +42,7 @@ DIRECTED = (
     "fewer tokens than a state hit",
     "lazy window",
     "four ranks",
-    "reset between two ranks",
 )
-SEED = 1
 MAX_SEEDS = 2000
 
 
@@ -54,12 +50,12 @@ def record(oracle: Oracle) -> int:
     """Ask vLLM again and write every file anew, with a small script for each kind that no chosen one shows."""
     for path in FOLDER.glob("*.json"):
         path.unlink()
-    chosen = [script for script in (*directed(), *hybrid()) if script["name"] in DIRECTED]
-    scripts = [*chosen, random_script(SEED)]
-    shown = {kind for script in scripts for kind in argued(oracle, script)}
-    scripts += [showing(oracle, kind) for kind in KINDS if kind not in shown]
+    scripts = [script for script in (*directed(), *hybrid()) if script["name"] in DIRECTED]
+    missing = set(KINDS).difference(*(argued(oracle, script) for script in scripts))
+    scripts += showing(oracle, missing)
     for script in scripts:
-        path = FOLDER / f"{script['name'].replace(',', '').replace(' ', '-')}.json"
+        plain = "".join(letter for letter in script["name"] if letter.isalnum() or letter == " ")
+        path = FOLDER / f"{plain.replace(' ', '-')}.json"
         case = {"script": script, "vllm": oracle.answer(script)}
         path.write_text(json.dumps(case, separators=(",", ":")) + "\n")
         sys.stderr.write(f"oracle: {path.name} {path.stat().st_size} bytes\n")
@@ -73,11 +69,17 @@ def argued(oracle: Oracle, script: Script) -> set[str]:
     return set() if verdict.unexplained else set(verdict.argued)
 
 
-def showing(oracle: Oracle, kind: str) -> Script:
-    """The smallest part of a random script that still shows this kind of difference."""
-    found = next(script for seed in range(MAX_SEEDS) if kind in argued(oracle, script := mixed_script(seed)))
-    small = shrink(found, lambda script: kind in argued(oracle, script))
-    return {**small, "name": kind.replace("_", " ")}
+def showing(oracle: Oracle, missing: set[str]) -> Iterator[Script]:
+    """For each kind of difference the smallest part of a random script that still shows it."""
+    for seed in range(MAX_SEEDS if missing else 0):
+        script = mixed_script(seed)
+        for kind in missing & argued(oracle, script):
+            small = shrink(script, lambda part, kind=kind: kind in argued(oracle, part))
+            missing -= argued(oracle, small)
+            yield {**small, "name": kind.replace("_", " ")}
+            sys.stderr.write(f"oracle: seed {seed} shows {kind}, still to be shown: {sorted(missing)}\n")
+        if not missing:
+            return
 
 
 def recorded() -> Iterator[tuple[Script, list[Answer]]]:
