@@ -4,9 +4,9 @@
     ORACLE=DIR make oracle                      DIR: a virtual environment as made by setup_oracle.sh
     python tools/oracle.py DIR [--cases N] [--seed S] [--record]
 
-Directed cases and N random ones (default 700), a third of them of one full-attention group. Progress is on stderr,
-stdout is one JSON line. Exit 1 if a difference is not argued in docs/differences.md; then a small script that shows
-it is printed to stderr.
+Directed cases, N random ones (default 600; a third of them of one full-attention group) and N/2 that hypothesis
+makes. Progress is on stderr, stdout is one JSON line. Exit 1 if a difference is not argued in docs/differences.md;
+then a small script that shows it is printed to stderr.
 --record writes tests/oracle/recorded/ anew instead.
 """
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from oracle.ask import Oracle
 from oracle.cases import directed
 from oracle.compare import KINDS, Verdict, compare
+from oracle.generated import generate
 from oracle.hybrid import hybrid
 from oracle.lives import mixed_script, random_script
 from oracle.our_side import play
@@ -78,7 +79,7 @@ def run(oracle: Oracle, scripts: list[Script]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("oracle", type=Path)
-    parser.add_argument("--cases", type=int, default=700)
+    parser.add_argument("--cases", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
@@ -90,7 +91,8 @@ def main() -> int:
 
 def scripts_of(seed: int, cases: int) -> list[Script]:
     make = (random_script, mixed_script, mixed_script)
-    return [*directed(), *hybrid(), *(make[number % 3](number) for number in range(seed, seed + cases))]
+    drawn = [make[number % 3](number) for number in range(seed, seed + cases)]
+    return [*directed(), *hybrid(), *drawn, *generate(cases // 2, seed)]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ KINDS = (
     "chunk_as_window",
     "state_metadata",
     "lazy_metadata",
+    "tail_metadata",
+    "inner_later",
     "stored_twice",
     "child_before_parent",
     "root_evicted_first",
@@ -71,9 +73,9 @@ class Comparison:
     def __init__(self, script: Script) -> None:
         self.model = model_of(script["model"])
         self.lazy = script["lazy"]
-        prefix = [group.index for group in self.model.groups if group.kind in PREFIX]
+        prefix = {group.index: group.block_size for group in self.model.groups if group.kind in PREFIX}
         self.vllm, self.ours = Fold(prefix), Fold(prefix)
-        self.requests = Requests(self.model)
+        self.requests = Requests(self.model, fine=self.model.fine_grained and not self.lazy)
         self.compared = 0
         self.argued: dict[tuple[str, Key], None] = {}
         self.unexplained: list[str] = []
@@ -90,6 +92,8 @@ class Comparison:
         self.unready: set[Key] = set()
         self.found: set[Key] = set()
         self.flushing: set[Key] = set()
+        self.named: set[Key] = set()
+        self.tails: set[Key] = set()
         self.ahead: set[Key] = set()
         self.odd: list[Block] = []
         self.resets = self.steps = 0
@@ -146,6 +150,7 @@ class Comparison:
         self.unready.update(keys_of(facts["unready"]))
         if self.lazy:
             self.ahead.update({key for keys in offered.values() for key in keys} - self.copying[self.steps - 1])
+        self.named.update(keys_of(result["named"]))
         self.declined.update({key_of(*place): set(why) for place, why in result["declined"]})
         self.ever_lost.update(self.declined)
 
@@ -153,7 +158,7 @@ class Comparison:
         """Blocks that the request's table has no more."""
         for index, blocks in facts["blocks"].items():
             group = self.model.groups[int(index)]
-            names = (self.requests.known[name].name(group, number) for number, _, lost in blocks if lost)
+            names = (self.requests.known[name].name(group, number) for number, _, lost, _ in blocks if lost)
             yield from (key_of(group.index, block_hash) for block_hash in names)
 
     def _note_boundary(self, entry: Answer) -> None:
@@ -165,6 +170,8 @@ class Comparison:
     def _note_finish(self, op: Op, facts: Answer, result: Answer) -> None:
         self.no_room.update(keys_of(facts["no_room"]))
         self.stale.update(keys_of(facts["stale"]))
+        if facts["tail"] is not None:
+            self.tails.add(key_of(*facts["tail"]["first"]))
         self.flushing.update(keys_of(facts["flushed"]))
         if not facts["tracked"] and not self.lazy:
             self.untracked.update(self._blocks_at_the_end(op, facts))
@@ -174,7 +181,9 @@ class Comparison:
         known = self.requests.known[op["request"]]
         for index, blocks in facts["blocks"].items():
             group = self.model.groups[int(index)]
-            yield from (key_of(group.index, known.name(group, number)) for number, _, _ in blocks)
+            yield from (key_of(group.index, known.name(group, number)) for number, *_ in blocks)
+        if facts["tail"] is not None:
+            yield key_of(facts["tail"]["group"], facts["tail"]["hash"])
 
     _note_abort = _note_finish
 
@@ -217,6 +226,7 @@ class Comparison:
         self.unready.clear()
         self.found.clear()
         self.ahead.clear()
+        self.named.clear()
 
     # the streams by themselves
 
@@ -267,14 +277,13 @@ class Comparison:
 
     def _against_request(self, side: str, block: Block) -> None:
         """What is said must be true even where the other side says nothing."""
-        truth = self.requests.truth.get(block.key)
+        inner = self.requests.inner.get(block.key)
+        truth = self.requests.truth.get(block.key, inner)
         if block == truth:
             return
         kind = None
         if truth is not None:
             kind = self._said_by_us(block, truth) if side == "ours" else self._said_by_vllm(block, truth)
-        elif side == "vLLM":
-            kind = self._said_inside(block)
         if kind is None:
             self.fail(f"{side}: {block} is not as in the request: {truth}")
         else:
@@ -290,18 +299,20 @@ class Comparison:
     def _said_by_vllm(self, block: Block, truth: Block) -> str | None:
         if self.requests.renumbered(block, truth):
             return "renumbered_adapter"
-        if block == empty(truth):
-            if self.lazy:
-                return "lazy_metadata"
-            if truth.kind == STATE:
-                return "state_metadata"
+        if self._is_empty(block, truth):
+            other = "state_metadata" if truth.kind == STATE else "tail_metadata"
+            kind = "lazy_metadata" if self.lazy else other
+            if kind != "tail_metadata" or block.key in self.requests.inner or block.key in self.tails:
+                return kind
         if block.key in self.mislabelled:
             return "reused_id_mislabels"
         return "freed_block_mislabels" if block.key in self.stale else None
 
-    def _said_inside(self, block: Block) -> str | None:
-        """A hash inside a block."""
-        return None
+    def _is_empty(self, block: Block, truth: Block) -> bool:
+        """vLLM had no snapshot: it says the block's size of a block's first name, and 0 of every other."""
+        whole = self.model.groups[block.key.group].block_size
+        inner = truth.key in self.requests.inner
+        return block in [empty(truth)._replace(block_size=size) for size in ((whole, 0) if inner else (whole,))]
 
     def _compare(self, block: Block, other: Block) -> None:
         if block == other or block in self.odd or other in self.odd:
@@ -378,7 +389,14 @@ class Comparison:
             self.argue(kind, key)
 
     def _missing_in_ours(self, key: Key) -> str | None:
-        """Why vLLM has a block and we have not."""
+        """Why vLLM has a block, or the name of a prefix inside one, and we have not."""
+        kind = self._ours_lacks(key)
+        for owner in self.requests.owners.get(key, set()) - self.ours.resident.keys():
+            kind = kind or self._ours_lacks(owner)
+        later = key in self.requests.inner and key not in self.named
+        return kind or ("inner_later" if later else None)
+
+    def _ours_lacks(self, key: Key) -> str | None:
         pending = key in self.pending
         rules = {
             "reset_while_pending": key in self.kept_by_reset,
@@ -420,7 +438,13 @@ class Comparison:
         return key in self.ever_lost
 
     def _missing_in_vllm(self, key: Key) -> str | None:
-        """Why we have a block and vLLM has not."""
+        """Why we have a block, or the name of a prefix inside one, and vLLM has not."""
+        kind = self._vllm_lacks(key)
+        for owner in self.requests.owners.get(key, set()) - self.vllm.resident.keys():
+            kind = kind or self._vllm_lacks(owner)
+        return kind
+
+    def _vllm_lacks(self, key: Key) -> str | None:
         evicted = self.vllm.last.get(key) == "removed"
         rules = {
             "stored_twice": evicted and self.vllm.copies[key] > 0,

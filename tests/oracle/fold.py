@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from oracle.script import Answer
@@ -57,10 +57,11 @@ def blocks_of(event: Answer) -> Iterator[Block]:
 class Fold:
     """What a literal reader of the stream believes, and what the stream did that a true one never does.
 
-    `prefix_groups`: the groups in which a block needs every block before it.
+    `prefix_groups`: the groups in which a block needs every block before it, with their block sizes. An event of
+    another size names a prefix that ends inside a block.
     """
 
-    def __init__(self, prefix_groups: Collection[int]) -> None:
+    def __init__(self, prefix_groups: Mapping[int, int]) -> None:
         self._prefix_groups = prefix_groups
         self.resident: dict[Key, Block] = {}
         self.announced: dict[Key, Block] = {}
@@ -113,7 +114,8 @@ class Fold:
     def _is_orphan(self, block: Block) -> bool:
         """Its parent is not there, in a group where a block needs all before it."""
         parent = block.parent is not None and block.key._replace(block_hash=block.parent)
-        return bool(parent) and block.key.group in self._prefix_groups and parent not in self.resident
+        whole = block.block_size == self._prefix_groups.get(block.key.group)
+        return bool(parent) and whole and parent not in self.resident
 
     def orphans(self) -> list[Key]:
         """Resident blocks of prefix kinds without their parent."""

@@ -34,6 +34,10 @@ MODELS: dict[str, Plain] = {
     "two full": make_model(("full_attention", 4), ("sliding_window", 4, 6), ("mla_attention", 4)),
     "scratch": make_model(("full_attention", 4), ("scratch", 4), ("sliding_window", 4, 8)),
     "wide window": make_model(("full_attention", 4), ("sliding_window", 8, 16)),
+    "wide full": make_model(("full_attention", 8), ("sliding_window", 4, 8)),
+    "fine states": make_model(("full_attention", 4), ("mamba", 8)),
+    "fine": make_model(("full_attention", 8), ("mamba", 8), hash_size=4),
+    "dcp states": make_model(("full_attention", 4), ("mamba", 8), hash_size=4, dcp=2),
     "dcp": make_model(("full_attention", 4), dcp=2),
     "dcp groups": make_model(("full_attention", 2), ("mla_attention", 2), dcp=2),
 }

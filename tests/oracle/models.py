@@ -26,15 +26,20 @@ class Group(NamedTuple):
     window: int | None
 
     def needed(self, tokens: int, start: int) -> range:
-        """Blocks that a prefix of `tokens` needs, those before `start` left out."""
-        window, first = self.window or 1, 0
+        """Blocks that a prefix of `tokens` needs, those before `start` left out. It may end inside the last one."""
+        window, first, stop = self.window or 1, 0, -(-tokens // self.block_size)
         if self.kind in WINDOW:
             first = tokens - window + 1
         elif self.kind == CHUNK:
             first = tokens // window * window
         elif self.kind == STATE:
-            first = tokens - self.block_size
-        return range(max(first, start, 0) // self.block_size, tokens // self.block_size)
+            first = (stop - 1) * self.block_size
+        return range(max(first, start, 0) // self.block_size, stop)
+
+
+def units_inside(group: Group, hash_size: int) -> int:
+    """Hash units of a block, in the groups where a prefix may end inside one; else 1."""
+    return group.block_size // hash_size if group.kind in (*PREFIX, STATE) else 1
 
 
 class Model(NamedTuple):

@@ -7,8 +7,10 @@ core decides is ours, and every announcement is encoded and decoded before it co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.groups import check_groups
@@ -22,6 +24,7 @@ from kvevents_service.testing import HeldCopies
 from kvevents_service.wire.codec import decode_batch, encode_batch
 from kvevents_service.wire.control import (
     GroupSpec,
+    InnerHash,
     Load,
     Loaded,
     Lookup,
@@ -35,7 +38,7 @@ from kvevents_service.wire.control import (
 from kvevents_service.wire.events import Event, EventBatch
 from kvevents_service.wire.packing import pack_int32
 from oracle.known import Known
-from oracle.models import PREFIX, SCRATCH, Group, model_of
+from oracle.models import PREFIX, SCRATCH, Group, model_of, units_inside
 from oracle.plain import hex64, plain_event
 from oracle.script import Answer, Op, Script
 
@@ -97,6 +100,10 @@ class Run(NamedTuple):
     group: Group
     first: int
     block_ids: list[int]
+    inner: Sequence[tuple[int, int]] = ()
+    """Block of the run, and after how many of its units a prefix may end."""
+    tail: int = 0
+    """Units of a last block that is not full."""
 
 
 class Adapter:
@@ -143,7 +150,9 @@ class Adapter:
         mirror, unit = self.mirrors[op["request"]], self.model.hash_size
         self._release(mirror)
         names = mirror.known.hashes[facts["local"] // unit : (facts["tokens"] - 1) // unit]
-        message = Lookup(self.next_id(), op["request"], bytes.fromhex("".join(names)), start_tokens=facts["local"])
+        packed = bytes.fromhex("".join(names))
+        fine, local = self.model.fine_grained and not self.lazy, facts["local"]
+        message = Lookup(self.next_id(), op["request"], packed, start_tokens=local, fine=fine)
         hit = self.scheduler.lookup(SESSION, message, 0.0)
         mirror.lease_id, mirror.hit = hit.lease_id, hit.blocks * unit
         return {"request": op["request"], "hit": mirror.hit}
@@ -192,7 +201,8 @@ class Adapter:
         self._hear(self.copies.perform(self.scheduler.step(SESSION, message, 0.0)))
         for name, news in facts["grown"].items():
             self.mirrors[name].known.grow(news)
-        return {"offered": self._offered(offers), "declined": self._declined(offers, before)}
+        declined = self._declined(offers, before)
+        return {"offered": self._offered(offers), "declined": declined, "named": self._named(offers)}
 
     # what is offered
 
@@ -203,23 +213,30 @@ class Adapter:
             mirror = self.mirrors.get(entry["request"])
             gone = entry["request"] in (*self.finished, *self.preempted)
             if mirror is not None and mirror.tracked and not gone and entry["hash"] is not None:
-                group = self.model.groups[entry["group"]]
-                number = entry["tokens"] // group.block_size - 1
-                yield Run(mirror, group, number, [entry["block"]])
+                yield self._ending_at(mirror, entry)
+
+    def _ending_at(self, mirror: Mirror, entry: Answer) -> Run:
+        """One block that is full, or filled, up to `tokens`."""
+        group, tokens = self.model.groups[entry["group"]], entry["tokens"]
+        tail = tokens % group.block_size // self.model.hash_size
+        number = tokens // group.block_size - (not tail)
+        return Run(mirror, group, number, [entry["block"]], [(0, tail)] if tail else (), tail)
 
     def _confirmed_runs(self, mirror: Mirror, facts: Answer) -> Iterator[Run]:
         """What is new of a request, as dense runs. A block that left its window may have been found by hash."""
         for group in self.model.stored if mirror.tracked else ():
             index = str(group.index)
             first = mirror.offered.get(group.index, 0)
-            places = [(number, block) for number, block, _ in facts["blocks"][index] if number >= first]
+            places = [place for place in facts["blocks"][index] if place[0] >= first]
             mirror.offered[group.index] = max(first, facts["ready"][index])
-            for start, stop in runs([number for number, _ in places]):
-                yield Run(mirror, group, start, [block for number, block in places if start <= number < stop])
+            for start, stop in runs([place[0] for place in places]):
+                own = [place for place in places if start <= place[0] < stop]
+                inner = [(place[0] - start, units) for place in own for units in place[3]]
+                yield Run(mirror, group, start, [place[1] for place in own], inner)
 
     def _lazy_runs(self, facts: Answer) -> Iterator[Run]:
         """What vLLM chose near eviction, in a prefix kind with the blocks before it that the engine has."""
-        near = facts["near_eviction"] or {"chosen": [], "cached": []}
+        near = facts["near_eviction"] or {"chosen": [], "cached": [], "inner": {}}
         cached = {(index, name): block for index, name, block in near["cached"]}
         for index, name, block in near["chosen"]:
             found = self._find(self.model.groups[index], name)
@@ -233,7 +250,9 @@ class Adapter:
                 cached[index, hex_name(mirror.known.name(self.model.groups[index], at))]
                 for at in range(first, number)
             ]
-            yield Run(mirror, self.model.groups[index], first, [*before, block])
+            inner = self._units_of(mirror, self.model.groups[index], number, near["inner"][str(block)])
+            names = [(number - first, units) for units in inner]
+            yield Run(mirror, self.model.groups[index], first, [*before, block], names)
 
     def _find(self, group: Group, name: str) -> tuple[Mirror, int] | None:
         """A request that has the block, and the block's number in it: the engine knows what it has in its cache."""
@@ -242,6 +261,12 @@ class Adapter:
                 if hex_name(mirror.known.name(group, number)) == name:
                     return mirror, number
         return None
+
+    def _units_of(self, mirror: Mirror, group: Group, number: int, names: list[str]) -> list[int]:
+        """Where inside a block the prefixes with these names end."""
+        start, unit = number * group.block_size, self.model.hash_size
+        ends = range(1, units_inside(group, unit))
+        return [units for units in ends if hex_name(mirror.known.hash_at(start + units * unit) or "") in names]
 
     def _goes_before(self, mirror: Mirror, index: int, first: int, cached: dict[tuple[int, str], int]) -> bool:
         """The block before `first` must go along: our tier has not got it, and the engine still has."""
@@ -254,21 +279,30 @@ class Adapter:
 
     def _offer(self, run: Run) -> Offer:
         known, group, size = run.mirror.known, run.group, run.group.block_size
-        numbers = range(run.first, run.first + len(run.block_ids))
-        parent = known.hash_at(run.first * size)
+        numbers = range(run.first, run.first + len(run.block_ids) - bool(run.tail))
+        stop = numbers.stop * size + run.tail * self.model.hash_size
         extra_keys = [as_extra_keys(known.extra_keys(size, number)) for number in numbers]
         offer = make_offer(
             run.mirror.name,
             [bytes.fromhex(known.name(group, number)) for number in numbers],
-            [token for number in numbers for token in known.range_tokens(size, number)],
+            known.tokens[run.first * size : stop],
             run.block_ids,
             group=group.index,
-            parent=bytes.fromhex(parent) if parent else None,
+            parent=as_bytes(known.hash_at(run.first * size)),
             lora_id=known.lora_id,
             lora_name=known.lora_name,
             extra_keys=extra_keys if any(extra_keys) else None,
         )
-        return self.breakage.offer(offer)
+        inner = [self._inner_hash(run, block, units) for block, units in run.inner]
+        return self.breakage.offer(msgspec.structs.replace(offer, inner=inner or None))
+
+    def _inner_hash(self, run: Run, block: int, units: int) -> InnerHash:
+        known, unit = run.mirror.known, self.model.hash_size
+        end = (run.first + block) * run.group.block_size + units * unit
+        name = as_bytes(known.hash_at(end))
+        assert name is not None
+        keys = as_extra_keys(known.extra_keys(unit, end // unit - 1))
+        return InnerHash(block, units, name, as_bytes(known.hash_at(end - unit)), keys)
 
     def _offered(self, offers: list[Offer]) -> dict[str, list[Place]]:
         names: dict[str, list[Place]] = {}
@@ -278,15 +312,18 @@ class Adapter:
 
     def _declined(self, offers: list[Offer], before: dict[str, int]) -> list[tuple[Place, list[str]]]:
         """Offered blocks that the pool does not know now, and the reasons counted in this step."""
-        stats, index = self.scheduler.stats(), self.scheduler.pool.index
+        stats, pool = self.scheduler.stats(), self.scheduler.pool
         reasons = [key for key in stats if key.startswith("declined_") and stats[key] > before[key]]
-        lost = {
-            (offer.group, hex64(name)): reasons
-            for offer in offers
-            for name in names_of(offer)
-            if name not in index[offer.group]
-        }
-        return list(lost.items())
+        here = [{hex64(name) for name in (*pool.index[at], *pool.inner[at])} for at in range(len(pool.index))]
+        return [
+            (place, reasons) for offer in offers for place in places_of(offer) if place[1] not in here[place[0]]
+        ]
+
+    def _named(self, offers: list[Offer]) -> list[Place]:
+        """Inner names of these offers that the tier has now."""
+        pool = self.scheduler.pool
+        names = [(offer.group, name.block_hash) for offer in offers for name in offer.inner or ()]
+        return [(group, hex64(name)) for group, name in names if pool.inner_slot(group, name) is not None]
 
     # what ends
 
@@ -327,7 +364,10 @@ class Adapter:
 
     def finish(self, op: Op, facts: Answer) -> None:
         if not self.lazy:
-            self.flush += self._confirmed_runs(self.mirrors[op["request"]], facts)
+            mirror = self.mirrors[op["request"]]
+            self.flush += self._confirmed_runs(mirror, facts)
+            if mirror.tracked and facts["tail"] is not None:
+                self.flush.append(self._ending_at(mirror, facts["tail"]))
         self.finished.append(op["request"])
 
     abort = finish
@@ -360,7 +400,7 @@ class Adapter:
         copying = {slot for transfer in self.copies.pending for slot in stores(transfer)}
         return [
             ((group, hex64(name)), "copying" if slot in copying else "held")
-            for group, index in enumerate(pool.index)
+            for group, index in (*enumerate(pool.index), *enumerate(pool.inner))
             for name, slot in index.items()
             if pool.state_of(slot) == PENDING
         ]
@@ -374,6 +414,10 @@ def as_extra_keys(keys: Any) -> tuple[Any, ...] | None:
     return keys and tuple(map(as_key, keys))
 
 
+def as_bytes(full_hash: str | None) -> bytes | None:
+    return None if full_hash is None else bytes.fromhex(full_hash)
+
+
 def hex_name(full_hash: str) -> str:
     """The low 64 bits of a hash in hex."""
     return full_hash[-16:]
@@ -385,7 +429,8 @@ def names_of(offer: Offer) -> list[bytes]:
 
 
 def places_of(offer: Offer) -> list[Place]:
-    return [(offer.group, hex64(name)) for name in names_of(offer)]
+    inner = [name.block_hash for name in offer.inner or ()]
+    return [(offer.group, hex64(name)) for name in (*names_of(offer), *inner)]
 
 
 def play(script: Script, answers: list[Answer], breakage: Breakage | None = None) -> list[Answer]:

@@ -165,7 +165,7 @@ BROKEN_GROUPS = {
     "an empty lazy store": ("lazy window", BreakEvent(without_metadata)),
     "one rank is enough": ("four ranks", OneRankIsEnough()),
     "a group is never stored": (
-        "scratch", BreakEvent(lambda event: None if event.kv_cache_spec_kind == "sliding_window" else event),
+        "mla window", BreakEvent(lambda event: None if event.kv_cache_spec_kind == "sliding_window_mla" else event),
     ),
 }  # fmt: skip
 

@@ -261,8 +261,12 @@ class Engine:
         hashed = [block for block in self.gpu.blocks if block.block_hash is not None]
         return {
             "chosen": [[*self._gpu_place(block), block] for block in chosen],
+            "inner": {block: self._lazy_inner(block) for block in chosen},
             "cached": [[*place_of(block.block_hash), block.block_id] for block in hashed],
         }
+
+    def _lazy_inner(self, block: int) -> list[str]:
+        return [place_of(key)[1] for key in self.gpu.cached_block_hashes_by_block.get(block, ())]
 
     def _schedule(self, name: str, count: int) -> int:
         life = self.running(name)
@@ -341,8 +345,8 @@ class Engine:
         )
         return min(len(self._tables(life)[group.index]), cacheable // group.block_size)
 
-    def _hashed(self, life: Life, group: Group, ready: int) -> Iterator[tuple[int, int, bool]]:
-        """Number, block id, and if it was found by its hash because the table has it no more."""
+    def _hashed(self, life: Life, group: Group, ready: int) -> Iterator[tuple[int, int, bool, list[int]]]:
+        """Number, block id, if it was found by its hash because the table has it no more, and its inner names."""
         hashes = BlockHashListWithBlockSize(life.request.block_hashes, self.model.hash_size, group.block_size)
         for number, block_id in enumerate(self._tables(life)[group.index][:ready]):
             block, lost = self.gpu.blocks[block_id], False
@@ -351,7 +355,33 @@ class Engine:
                 lost = bool(found) and found[0].block_id not in self._being_computed(group)
                 block = found[0] if lost else block
             if block.block_hash == make_block_hash_with_group_id(hashes[number], group.index):
-                yield number, block.block_id, lost
+                yield number, block.block_id, lost, self._inner(life, group, number, block.block_id)
+
+    def _inner(self, life: Life, group: Group, number: int, block: int) -> list[int]:
+        """After how many units of a block a prefix may end, as the engine's own cache has it."""
+        units, names = group.block_size // self.model.hash_size, life.request.block_hashes
+        registered = self.gpu.cached_block_hashes_by_block.get(block, ())
+        inside = names[number * units : (number + 1) * units - 1]
+        keys = [make_block_hash_with_group_id(name, group.index) for name in inside]
+        return [count for count, key in enumerate(keys, 1) if key in registered]
+
+    def _tail(self, life: Life) -> Facts | None:
+        """The prompt's last block of full attention, if it is registered under a prefix that ends inside it."""
+        if not self.cache.coordinator.enable_partial_hash_hits or self.offload._lazy_mode:
+            return None
+        request, group = life.request, self.model.groups[self.offload.fa_gidx]
+        tokens = request.num_prompt_tokens // self.model.hash_size * self.model.hash_size
+        number, table = tokens // group.block_size, self._tables(life)[group.index]
+        inside = tokens % group.block_size and tokens <= request.num_computed_tokens
+        if not inside or number >= len(table):
+            return None
+        name = request.block_hashes[tokens // self.model.hash_size - 1]
+        key, block = make_block_hash_with_group_id(name, group.index), self.gpu.blocks[table[number]]
+        known = key == block.block_hash or key in self.gpu.cached_block_hashes_by_block.get(block.block_id, ())
+        place = {"group": group.index, "block": block.block_id, "tokens": tokens}
+        if not known:
+            return None
+        return {**place, "hash": self._hash_at(life, tokens), "first": place_of(block.block_hash)}
 
     def _being_computed(self, group: Group) -> set[int]:
         """Blocks that have their hash already, and their bytes only when the running step is over."""
@@ -453,7 +483,7 @@ class Engine:
         tracked = self._confirmed(name)["tracked"]
         self.cache.finalize_partial_tail_offloads(request)
         self.cache.remove_skipped_blocks(name, request.num_computed_tokens, request.num_prompt_tokens)
-        facts = {**self._confirmed(name), "tracked": tracked}
+        facts = {**self._confirmed(name), "tracked": tracked, "tail": self._tail(life)}
         ids = self.cache.get_block_ids_for_computed_tokens(name, request.num_computed_tokens)
         queued = len(self.offload._pending_finished_stores)
         self.offload.stale = []
@@ -462,7 +492,8 @@ class Engine:
         facts["flushed"] = [self._gpu_place(block) for t in flushed for block in t.gpu_block_ids]
         facts["stale"] = self.offload.stale
         full = tracked and not self.offload.cpu_block_pool.get_num_free_blocks()
-        facts["no_room"] = self._all_places(life, facts["blocks"]) if full else []
+        tail = [(facts["tail"]["group"], facts["tail"]["hash"])] if facts["tail"] else []
+        facts["no_room"] = [*self._all_places(life, facts["blocks"]), *tail] if full else []
         life.ended = True
         self.finished.add(name)
         if not life.loading:
