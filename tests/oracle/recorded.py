@@ -18,19 +18,16 @@ from oracle.script import Answer, Script, shrink
 FOLDER = Path(__file__).with_name("recorded")
 DIRECTED = (
     "everything",
-    "images across blocks",
     "same tokens, other adapters",
     "the same prompt at once",
-    "copies end in reverse",
     "adapter with a new number",
     "an id used again and ended too early",
     "reset while it loads",
     "a hit is loaded",
-    "fewer tokens are accepted",
     "preempted, then another takes its blocks",
-    "reset while a store is pending",
-    "reset with running requests",
+    "reset when idle",
     "the tier is full",
+    "a tier of one block",
     "sinks",
     "mla window",
     "wide full",
@@ -55,12 +52,15 @@ def record(oracle: Oracle) -> int:
     missing = set(KINDS).difference(*(argued(oracle, script) for script in scripts))
     scripts += showing(oracle, missing)
     for script in scripts:
-        plain = "".join(letter for letter in script["name"] if letter.isalnum() or letter == " ")
-        path = FOLDER / f"{plain.replace(' ', '-')}.json"
-        case = {"script": script, "vllm": oracle.answer(script)}
-        path.write_text(json.dumps(case, separators=(",", ":")) + "\n")
-        sys.stderr.write(f"oracle: {path.name} {path.stat().st_size} bytes\n")
+        write(script, oracle.answer(script))
     return 0
+
+
+def write(script: Script, answers: list[Answer]) -> None:
+    plain = "".join(letter for letter in script["name"] if letter.isalnum() or letter == " ")
+    path = FOLDER / f"{plain.replace(' ', '-')}.json"
+    path.write_text(json.dumps({"script": script, "vllm": answers}, separators=(",", ":")) + "\n")
+    sys.stderr.write(f"oracle: {path.name} {path.stat().st_size} bytes\n")
 
 
 def argued(oracle: Oracle, script: Script) -> set[str]:
