@@ -94,6 +94,7 @@ class Comparison:
         self.flushing: set[Key] = set()
         self.named: set[Key] = set()
         self.tails: set[Key] = set()
+        self.to_name: set[Key] = set()
         self.ahead: set[Key] = set()
         self.odd: list[Block] = []
         self.resets = self.steps = 0
@@ -142,6 +143,8 @@ class Comparison:
         for item in facts["scheduled"]:
             self.no_room.update(keys_of(item["no_room"]))
             self.found.update(self._found_by_hash(item["request"], item))
+            if not self.lazy:
+                self.to_name.update(self._names_to_come(item["request"], item))
             if not item["tracked"] and not self.lazy:
                 self.untracked.update(offered.get(item["request"], []))
         for entry in facts["boundaries"]:
@@ -161,6 +164,17 @@ class Comparison:
             names = (self.requests.known[name].name(group, number) for number, _, lost, _ in blocks if lost)
             yield from (key_of(group.index, block_hash) for block_hash in names)
 
+    def _names_to_come(self, name: str, facts: Answer) -> Iterator[Key]:
+        """Inner names that blocks have when they are first offered: ours must announce them."""
+        known, unit = self.requests.known[name], self.model.hash_size
+        for index, blocks in facts["blocks"].items():
+            group = self.model.groups[int(index)]
+            for number, _, _, inner in blocks:
+                key = key_of(group.index, known.name(group, number))
+                if key not in self.ours.resident and key not in self.pending:
+                    ends = (number * group.block_size + units * unit for units in inner)
+                    yield from (key_of(group.index, known.hash_at(end) or "") for end in ends)
+
     def _note_boundary(self, entry: Answer) -> None:
         if entry["hash"] is not None and entry["no_room"]:
             self.no_room.add(key_of(entry["group"], entry["hash"]))
@@ -170,6 +184,8 @@ class Comparison:
     def _note_finish(self, op: Op, facts: Answer, result: Answer) -> None:
         self.no_room.update(keys_of(facts["no_room"]))
         self.stale.update(keys_of(facts["stale"]))
+        if facts["tracked"]:
+            self.to_name.update(self._names_to_come(op["request"], facts))
         if facts["tail"] is not None:
             self.tails.add(key_of(*facts["tail"]["first"]))
         self.flushing.update(keys_of(facts["flushed"]))
@@ -227,6 +243,7 @@ class Comparison:
         self.found.clear()
         self.ahead.clear()
         self.named.clear()
+        self.to_name.clear()
 
     # the streams by themselves
 
@@ -393,7 +410,7 @@ class Comparison:
         kind = self._ours_lacks(key)
         for owner in self.requests.owners.get(key, set()) - self.ours.resident.keys():
             kind = kind or self._ours_lacks(owner)
-        later = key in self.requests.inner and key not in self.named
+        later = key in self.requests.inner and key not in self.named and key not in self.to_name
         return kind or ("inner_later" if later else None)
 
     def _ours_lacks(self, key: Key) -> str | None:

@@ -87,8 +87,18 @@ def windows() -> list[Script]:
         make_script("a hit in the middle of a chunk", *middle, *behind, model=MODELS["chunks"]),
         make_script("the tier is full of groups", *crowded(), model=MODELS["all kinds"], cpu_blocks=14),
         make_script("reset of groups", *long_life("a", 0), reset(), *long_life("b", 4), model=MODELS["all kinds"]),
+        make_script("a prompt's tail", *tail(), model=MODELS["fine"]),
         make_script("states of a preempted request", *preempted(), model=MODELS["states"]),
     ]
+
+
+def tail() -> list[Op]:
+    """A prompt that ends inside a block; a longer one hits up to there."""
+    prompt = LONG[:14]
+    first = [add("a", prompt, **EVERYTHING), admit("a"), step(a=64), step(a=64), step(a=64)]
+    end = [of("finish", "a"), step(), *map(stored, range(4)), forget()]
+    longer = add("b", [*prompt, 5, 5, 5, 5], **EVERYTHING)
+    return [*first, *end, longer, of("lookup", "b"), admit("b"), step(), of("loaded", "b")]
 
 
 def crowded() -> list[Op]:

@@ -31,7 +31,7 @@ DIRECTED = (
     "sinks",
     "mla window",
     "wide full",
-    "fine",
+    "a prompt's tail",
     "all kinds",
     "dcp groups",
     "the tail of a window at the end",

@@ -143,6 +143,23 @@ def without_metadata(event: BlockStored) -> BlockStored:
     return msgspec.structs.replace(event, **empty)
 
 
+def resized(event: BlockStored, size: int) -> BlockStored:
+    """An inner name with the size of a whole block."""
+    inner = event.block_size < size and event.kv_cache_spec_kind == "full_attention"
+    return msgspec.structs.replace(event, block_size=size) if inner else event
+
+
+def with_parents(offer: Offer, parent: bytes) -> Offer:
+    """Every inner name behind another unit."""
+    inner = [msgspec.structs.replace(name, parent=parent) for name in offer.inner or ()]
+    return msgspec.structs.replace(offer, inner=inner or None)
+
+
+def with_extra_keys(offer: Offer, keys: tuple[str, ...]) -> Offer:
+    inner = [msgspec.structs.replace(name, extra_keys=keys) for name in offer.inner or ()]
+    return msgspec.structs.replace(offer, inner=inner or None)
+
+
 class OneRankIsEnough(Breakage):
     def ranks(self, ranks: int) -> int:
         return 1
@@ -163,6 +180,10 @@ BROKEN_GROUPS = {
     "the block of one rank": ("dcp groups", of_kind("mla_attention", block_size=2)),
     "an empty state": ("all kinds", BreakEvent(without_metadata)),
     "an empty lazy store": ("lazy window", BreakEvent(without_metadata)),
+    "no inner names": ("wide full", BreakOffer(lambda offer: msgspec.structs.replace(offer, inner=None))),
+    "an inner name's size": ("wide full", BreakEvent(lambda event: resized(event, 8))),
+    "an inner name's parent": ("wide full", BreakOffer(lambda offer: with_parents(offer, b"p" * 32))),
+    "a tail's extra keys": ("a prompt's tail", BreakOffer(lambda offer: with_extra_keys(offer, ("another",)))),
     "one rank is enough": ("four ranks", OneRankIsEnough()),
     "a group is never stored": (
         "mla window", BreakEvent(lambda event: None if event.kv_cache_spec_kind == "sliding_window_mla" else event),
