@@ -4,8 +4,9 @@
     ORACLE=DIR make oracle                      DIR: a virtual environment as made by setup_oracle.sh
     python tools/oracle.py DIR [--cases N] [--seed S] [--record]
 
-Directed cases and N random ones (default 400). Progress is on stderr, stdout is one JSON line. Exit 1 if a
-difference is not argued in docs/differences.md; then a small script that shows it is printed to stderr.
+Directed cases, N random ones (default 600; a third of them of one full-attention group) and N/2 that hypothesis
+makes. Progress is on stderr, stdout is one JSON line. Exit 1 if a difference is not argued in docs/differences.md;
+then a small script that shows it is printed to stderr.
 --record writes tests/oracle/recorded/ anew instead.
 """
 
@@ -21,8 +22,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from oracle.ask import Oracle
-from oracle.cases import directed, random_script
+from oracle.cases import directed
 from oracle.compare import KINDS, Verdict, compare
+from oracle.generated import generate
+from oracle.hybrid import hybrid
+from oracle.lives import mixed_script, random_script
 from oracle.our_side import play
 from oracle.recorded import record
 from oracle.script import Answer, Script, shrink
@@ -75,15 +79,20 @@ def run(oracle: Oracle, scripts: list[Script]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("oracle", type=Path)
-    parser.add_argument("--cases", type=int, default=400)
+    parser.add_argument("--cases", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     if not (options.oracle / "bin/python").exists():
         parser.error(f"{options.oracle} is no virtual environment: make one with setup_oracle.sh")
-    seeds = range(options.seed, options.seed + options.cases)
     with Oracle(options.oracle) as oracle:
-        return record(oracle) if options.record else run(oracle, [*directed(), *map(random_script, seeds)])
+        return record(oracle) if options.record else run(oracle, scripts_of(options.seed, options.cases))
+
+
+def scripts_of(seed: int, cases: int) -> list[Script]:
+    make = (random_script, mixed_script, mixed_script)
+    drawn = [make[number % 3](number) for number in range(seed, seed + cases)]
+    return [*directed(), *hybrid(), *drawn, *generate(cases // 2, seed)]
 
 
 if __name__ == "__main__":

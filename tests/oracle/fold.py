@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from oracle.script import Answer
@@ -55,9 +55,14 @@ def blocks_of(event: Answer) -> Iterator[Block]:
 
 
 class Fold:
-    """What a literal reader of the stream believes, and what the stream did that a true one never does."""
+    """What a literal reader of the stream believes, and what the stream did that a true one never does.
 
-    def __init__(self) -> None:
+    `prefix_groups`: the groups in which a block needs every block before it, with their block sizes. An event of
+    another size names a prefix that ends inside a block.
+    """
+
+    def __init__(self, prefix_groups: Mapping[int, int]) -> None:
+        self._prefix_groups = prefix_groups
         self.resident: dict[Key, Block] = {}
         self.announced: dict[Key, Block] = {}
         self.copies: Counter[Key] = Counter()
@@ -83,7 +88,7 @@ class Fold:
         for block in blocks_of(event):
             if block.key in self.resident or self.copies[block.key]:
                 self.faults.append(("stored_twice", block.key))
-            if block.parent is not None and block.key._replace(block_hash=block.parent) not in self.resident:
+            if self._is_orphan(block):
                 self.faults.append(("parent_absent", block.key))
             self.resident[block.key] = self.announced[block.key] = block
             self.copies[block.key] += 1
@@ -106,11 +111,12 @@ class Fold:
         self.resident.clear()
         self.copies.clear()
 
+    def _is_orphan(self, block: Block) -> bool:
+        """Its parent is not there, in a group where a block needs all before it."""
+        parent = block.parent is not None and block.key._replace(block_hash=block.parent)
+        whole = block.block_size == self._prefix_groups.get(block.key.group)
+        return bool(parent) and whole and parent not in self.resident
+
     def orphans(self) -> list[Key]:
-        """Resident blocks without their parent."""
-        resident = self.resident
-        return [
-            key
-            for key, block in resident.items()
-            if block.parent is not None and key._replace(block_hash=block.parent) not in resident
-        ]
+        """Resident blocks of prefix kinds without their parent."""
+        return [key for key, block in self.resident.items() if self._is_orphan(block)]

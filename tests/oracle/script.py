@@ -1,12 +1,16 @@
 """The language of request lives: a script is plain JSON, and any part of one is a script again.
 
-    {"name", "block_size", "gpu_blocks", "cpu_blocks", "ops": [{"op": ..., ...}, ...]}
+    {"name", "model", "ranks", "lazy", "gpu_blocks", "cpu_blocks", "ops": [{"op": ..., ...}, ...]}
+
+`model` is told in models.py. A store ends when each of `ranks` ranks has reported it. `lazy`: blocks are stored
+when they are near eviction in the engine, and not as soon as they are computed.
 
     add      request, tokens, lora {id, name, path} or null, salt, images [[identifier, offset, length]]
     lookup   request                  look the prefix up, and do nothing with the hit (the allocation failed)
     admit    request, accept          look up, take blocks, load at most `accept` tokens of the hit (null: all)
     step     schedule {request: n}    confirmed blocks are stored, loads start, n more tokens are computed
-    stored   step                     the store of the n-th step (from 0) has been copied; any order
+    stored   step                     the store of the n-th step (from 0) has been copied by every rank; any order
+    reported step                     one more rank has copied it
     loaded   request                  its load has been copied
     preempt  request                  it loses its blocks, and is admitted again later
     finish   request                  it ends, in whatever state
@@ -21,8 +25,12 @@ A request that has computed all its tokens gets as many new ones as were schedul
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import gcd
 from typing import Any
 
+from oracle.models import model_of
+
+Plain = dict[str, Any]
 Op = dict[str, Any]
 Script = dict[str, Any]
 Answer = dict[str, Any]
@@ -51,6 +59,10 @@ def stored(number: int) -> Op:
     return {"op": "stored", "step": number}
 
 
+def reported(number: int) -> Op:
+    return {"op": "reported", "step": number}
+
+
 def forget() -> Op:
     return {"op": "forget"}
 
@@ -64,10 +76,30 @@ def of(verb: str, request: str) -> Op:
     return {"op": verb, "request": request}
 
 
-def make_script(name: str, *ops: Op, cpu_blocks: int = 64, gpu_blocks: int = 64, block_size: int = 4) -> Script:
+def make_model(*groups: tuple[str, int] | tuple[str, int, int], hash_size: int = 0, dcp: int = 1) -> Plain:
+    """Groups are (kind, block size of a rank, window). The hash unit is what divides every block, or given."""
+    plain: Plain = {"groups": [[*group, None][:3] for group in groups], "hash_size": 1, "dcp": dcp}
+    unit = gcd(*(group.block_size for group in model_of(plain).stored))
+    return {**plain, "hash_size": hash_size or unit}
+
+
+FULL = make_model(("full_attention", 4))
+
+
+def make_script(
+    name: str,
+    *ops: Op,
+    model: Plain = FULL,
+    cpu_blocks: int = 64,
+    gpu_blocks: int = 64,
+    ranks: int = 1,
+    lazy: bool = False,
+) -> Script:
     return {
         "name": name,
-        "block_size": block_size,
+        "model": model,
+        "ranks": ranks,
+        "lazy": lazy,
         "gpu_blocks": gpu_blocks,
         "cpu_blocks": cpu_blocks,
         "ops": list(ops),

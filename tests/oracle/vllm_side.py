@@ -13,69 +13,68 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
 
-import torch
+from models import Group, model_of
 from plain import hex64, plain_event, plain_key
 from vllm import SamplingParams
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
-from vllm.config.kv_events import KVEventsConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    BlockHashListWithBlockSize,
     generate_block_hash_extra_keys,
     get_block_hash,
+    get_group_id,
     get_request_block_hasher,
     init_none_hash,
+    make_block_hash_with_group_id,
     to_event_extra_keys,
 )
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata
+from vllm_config import MAX_TOKENS, PAGE_BYTES, ChunkSplit, make_cache_config, make_config, register_specs
 
-MAX_TOKENS = 4096
-HEAD_BYTES = 16 * 2 * 2  # one head of 16 float16, keys and values
 VOCABULARY = 100
 
 Facts = dict[str, Any]
+Tables = tuple[list[int], ...]
 
 
-def make_config(block_size: int) -> VllmConfig:
-    config = VllmConfig(
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
-            max_num_batched_tokens=64,
-            max_model_len=MAX_TOKENS,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-        ),
-        cache_config=CacheConfig(block_size=block_size, gpu_memory_utilization=0.9, enable_prefix_caching=True),
-        kv_transfer_config=KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both"),
-        device_config=DeviceConfig("cpu"),
-    )
-    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
-    config.model_config = SimpleNamespace(max_model_len=MAX_TOKENS)  # all that the scheduler reads of a model
-    return config
+class Watched(SimpleCPUOffloadScheduler):
+    """vLLM's scheduler, unchanged: it also notes which blocks it took from a table that is out of date.
+
+    Its own copy of a request's block table still lists blocks that left the window. Such a block may hold another
+    block's hash by now: then `stale` has the (group, hash) that is about to be announced with the wrong tokens.
+    """
+
+    stale: list[tuple[int, str]]
+
+    def _select_eager_blocks_to_store(self, state: Any, block_ids_by_group: Any) -> Any:
+        before = list(state.num_stored_blocks)
+        selected = super()._select_eager_blocks_to_store(state, block_ids_by_group)
+        taken = set(selected[0])
+        for group, ids in enumerate(block_ids_by_group):
+            size, stop = self.group_block_sizes[group], before[group] + selected[1][group]
+            for number in range(before[group], min(stop, len(ids))):
+                block = self._gpu_block_pool.blocks[ids[number]]
+                if ids[number] in taken and block.block_hash is not None:
+                    unit = (number + 1) * size // self.hash_block_size - 1
+                    right = make_block_hash_with_group_id(state.request.block_hashes[unit], group)
+                    if block.block_hash != right:
+                        self.stale.append(place_of(block.block_hash))
+        return selected
 
 
-def make_cache_config(block_size: int, blocks: int) -> KVCacheConfig:
-    block_bytes = block_size * HEAD_BYTES
-    size = block_bytes * blocks
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=16, dtype=torch.float16)
-    tensor = KVCacheTensor(size=size, layers=["l0"], layer_stride=size, block_stride=block_bytes)
-    return KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(["l0"], spec)]
-    )
+def place_of(key: Any) -> tuple[int, str]:
+    return get_group_id(key), hex64(get_block_hash(key))
 
 
 class Life:
@@ -95,21 +94,25 @@ class Life:
         )
         self.admitted = self.loading = self.unsent = self.void = self.ended = False
         self.started = self.resumed = False
-        self.told = self.mm_index = 0
+        self.told = 0
 
-    def grown(self, block_size: int) -> Facts:
-        """Blocks that were hashed since this was asked last: hash, tokens and event extra keys of each."""
-        news: Facts = {"hashes": [], "tokens": [], "extra_keys": []}
-        request = self.request
-        for index in range(self.told, len(request.block_hashes)):
-            start, stop = index * block_size, (index + 1) * block_size
-            keys, self.mm_index = generate_block_hash_extra_keys(request, start, stop, self.mm_index)
-            event_keys = to_event_extra_keys([keys])
-            news["hashes"].append(request.block_hashes[index].hex())
-            news["tokens"] += request.all_token_ids[start:stop]
-            news["extra_keys"].append(plain_key(event_keys and event_keys[0]))
-        self.told = len(request.block_hashes)
-        return news
+    def grown(self, unit: int, sizes: list[int]) -> Facts:
+        """What was hashed since this was asked last: unit hashes, tokens, extra keys of ranges of each size."""
+        request, old, new = self.request, self.told, len(self.request.block_hashes)
+        self.told = new
+        return {
+            "hashes": [block_hash.hex() for block_hash in request.block_hashes[old:new]],
+            "tokens": list(request.all_token_ids[old * unit : new * unit]),
+            "extra_keys": {
+                size: [self._extra_keys(size, number) for number in range(old * unit // size, new * unit // size)]
+                for size in sizes
+            },
+        }
+
+    def _extra_keys(self, size: int, number: int) -> Any:
+        keys, _ = generate_block_hash_extra_keys(self.request, number * size, (number + 1) * size, 0)
+        event_keys = to_event_extra_keys([keys])
+        return plain_key(event_keys and event_keys[0])
 
 
 def feature(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
@@ -120,24 +123,29 @@ class Engine:
     """A vLLM engine core without a model: every method named after an operation plays it and returns its facts."""
 
     def __init__(self, script: Facts) -> None:
-        self.block_size = size = script["block_size"]
-        config = make_cache_config(size, script["gpu_blocks"])
-        self.offload = SimpleCPUOffloadScheduler(
-            vllm_config=make_config(size),
+        self.model = model = model_of(script["model"])
+        self.ranks = script["ranks"]
+        config = make_cache_config(model, script["gpu_blocks"])
+        self.offload = Watched(
+            vllm_config=make_config(model, self.ranks),
             kv_cache_config=config,
-            cpu_capacity_bytes=size * HEAD_BYTES * (script["cpu_blocks"] + 1),  # vLLM's block 0 holds nothing
-            scheduler_block_size=size,
-            hash_block_size=size,
+            cpu_capacity_bytes=PAGE_BYTES * (script["cpu_blocks"] + 1),  # vLLM's block 0 holds nothing
+            scheduler_block_size=model.alignment,
+            hash_block_size=model.hash_size,
+            lazy_offload=script["lazy"],
         )
-        self.cache = KVCacheManager(config, MAX_TOKENS, size, size)
+        self.offload.stale = []
+        self.cache = KVCacheManager(config, MAX_TOKENS, model.alignment, model.hash_size, dcp_world_size=model.dcp)
         self.gpu = self.cache.block_pool
         self.offload.bind_gpu_block_pool(self.gpu)
-        self.hasher = get_request_block_hasher(size, sha256)
+        self.split = ChunkSplit(model, partial=self.cache.coordinator.enable_partial_hash_hits)
+        self.hasher = get_request_block_hasher(model.hash_size, sha256)
         self.lives: dict[str, Life] = {}
         self.preempted: set[str] = set()
         self.finished: set[str] = set()
         self.store_events: list[int] = []
-        self.new_blocks: dict[str, list[int]] = {}
+        self.reports: dict[int, int] = {}
+        self.new_blocks: dict[str, Tables] = {}
 
     def play(self, op: Facts) -> Facts:
         facts = getattr(self, op["op"])(op)
@@ -155,7 +163,7 @@ class Engine:
         if old is not None and (not old.ended or old.loading):
             return None
         life = self.lives[op["request"]] = Life(op, self.hasher)
-        return {"grown": life.grown(self.block_size)}
+        return {"grown": self._grown(life)}
 
     def lookup(self, op: Facts) -> Facts | None:
         life = self.lives.get(op["request"])
@@ -174,12 +182,15 @@ class Engine:
         if life is None or life.admitted or life.loading or life.ended:
             return None
         blocks, local, hit = self._look_up(life.request)
-        accepted = hit if op["accept"] is None else min(hit, op["accept"] // self.block_size * self.block_size)
-        facts = {"local": local, "hit": hit, "tokens": life.request.num_tokens, "accepted": accepted, "blocks": []}
+        step = self.model.hash_size if self.cache.coordinator.enable_partial_hash_hits else self.model.alignment
+        accepted = hit if op["accept"] is None else min(hit, op["accept"] // step * step)
+        facts = {"local": local, "hit": hit, "tokens": life.request.num_tokens, "accepted": accepted}
         if (local or accepted) and not self._allocate(life.request, blocks, local, accepted):
             return {**facts, "accepted": None}
         self._start(life, local, accepted)
-        return {**facts, "blocks": self._table(life)}
+        load = self.offload._reqs_to_load.get(op["request"]) if accepted else None
+        copied = load.transfer_meta.gpu_block_ids if load is not None else []
+        return {**facts, "tables": self._tables(life), "copied": copied}
 
     def _allocate(self, request: Request, blocks: Any, local: int, external: int) -> bool:
         taken = self.cache.allocate_slots(
@@ -201,47 +212,85 @@ class Engine:
         life.void = False
 
     def step(self, op: Facts) -> Facts:
-        scheduled = [name for name, count in op["schedule"].items() if self._schedule(name, count)]
+        self.cache.new_step_starts()
+        counts = {name: taken for name, count in op["schedule"].items() if (taken := self._schedule(name, count))}
         gone = {name for name in self.preempted if name in self.lives}
-        output = self._output(scheduled, op["schedule"], gone)
-        meta = self.offload.build_connector_meta(output)
+        self.offload.stale = []
+        boundaries = self.cache.take_boundary_state_offloads()
+        _, retained = self.cache.take_kv_cache_block_copies()
+        meta = self.offload.build_connector_meta(self._output(counts, gone, boundaries))
         for life in self.lives.values():
             life.unsent = False
         self.store_events.append(meta.store_event)
         facts = {
-            "scheduled": [{**self._confirmed(name), "new": self._is_new(name)} for name in scheduled],
+            "scheduled": [{**self._confirmed(name), "new": self._is_new(name)} for name in counts],
             "preempted": sorted(self.preempted),
             "finished": sorted(self.finished),
-            "stored": [self._gpu_hash(block) for block in meta.store_gpu_blocks],
+            "stored": [self._gpu_place(block) for block in meta.store_gpu_blocks],
+            "stale": self.offload.stale,
+            "unready": self._unready(meta.store_gpu_blocks),
+            "boundaries": [
+                self._boundary(name, *entry, taken=meta.store_gpu_blocks)
+                for name, entries in boundaries.items()
+                for entry in entries
+            ],
+            "near_eviction": self._near_eviction(meta.store_gpu_blocks),
         }
         self.preempted, self.finished = set(), set()
-        facts["grown"] = dict(self._compute(scheduled, op["schedule"]))
+        facts["grown"] = dict(self._compute(counts))
+        self.gpu.free_blocks(retained)
         return facts
 
-    def _schedule(self, name: str, count: int) -> bool:
+    def _boundary(self, name: str, group: int, block: int, tokens: int, *, taken: list[int]) -> Facts:
+        """A state that is handed over, and whether vLLM had no room for it."""
+        life, key = self.lives.get(name), self.gpu.blocks[block].block_hash
+        known = life is not None and key is not None and place_of(key)[1] == self._hash_at(life, tokens)
+        state = self.offload._reqs_to_store.get(name)
+        tracked = state is not None and life is not None and state.request is life.request
+        full = not self.offload.cpu_block_pool.get_num_free_blocks()
+        place = place_of(key) if known else None
+        return {
+            "request": name, "group": group, "block": block, "tokens": tokens, "hash": place and place[1],
+            "tracked": tracked, "no_room": tracked and full and block not in taken,
+        }  # fmt: skip
+
+    def _near_eviction(self, chosen: list[int]) -> Facts | None:
+        """Lazy: what vLLM chose, and every hashed block, for an engine that knows its own cache."""
+        if not self.offload._lazy_mode or not chosen:
+            return None
+        hashed = [block for block in self.gpu.blocks if block.block_hash is not None]
+        return {
+            "chosen": [[*self._gpu_place(block), block] for block in chosen],
+            "inner": {block: self._lazy_inner(block) for block in chosen},
+            "cached": [[*place_of(block.block_hash), block.block_id] for block in hashed],
+        }
+
+    def _lazy_inner(self, block: int) -> list[str]:
+        return [place_of(key)[1] for key in self.gpu.cached_block_hashes_by_block.get(block, ())]
+
+    def _schedule(self, name: str, count: int) -> int:
         life = self.running(name)
         if life is None or count <= 0:
-            return False
+            return 0
         request = life.request
-        count = min(count, request.num_tokens - request.num_computed_tokens)
-        before = set(self._table(life))
-        if count <= 0 or self.cache.allocate_slots(request, count) is None:
-            return False
+        count = self.split.tokens(request, min(count, request.num_tokens - request.num_computed_tokens))
+        taken = self.cache.allocate_slots(request, count) if count > 0 else None
+        if taken is None:
+            return 0
+        self.new_blocks[name] = taken.get_block_ids()
         if self._is_new(name):
             self.offload.update_state_after_alloc(request, self.cache.get_blocks(name), 0)
-            before = set()
-        self.new_blocks[name] = [block for block in self._table(life) if block not in before]
-        return True
+            self.new_blocks[name] = self.cache.get_block_ids(name)
+        return count
 
     def _is_new(self, name: str) -> bool:
         return not self.lives[name].started or self.lives[name].resumed
 
-    def _output(self, names: list[str], schedule: dict[str, int], preempted: set[str]) -> SchedulerOutput:
-        lives = {name: self.lives[name] for name in names}
+    def _output(self, counts: dict[str, int], preempted: set[str], boundaries: Any) -> SchedulerOutput:
+        lives = {name: self.lives[name] for name in counts}
         new = [new_data(name, self.new_blocks[name]) for name, life in lives.items() if not life.started]
         cached = [name for name, life in lives.items() if life.started]
         resumed = {name for name in cached if lives[name].resumed}
-        counts = {name: schedule[name] for name in names}
         return SchedulerOutput(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=CachedRequestData(
@@ -249,7 +298,7 @@ class Engine:
                 resumed_req_ids=resumed,
                 new_token_ids=[[] for _ in cached],
                 all_token_ids={},
-                new_block_ids=[(self.new_blocks[name],) for name in cached],
+                new_block_ids=[self.new_blocks[name] for name in cached],
                 num_computed_tokens=[lives[name].request.num_computed_tokens for name in cached],
                 num_output_tokens=[0] * len(cached),
             ),
@@ -261,47 +310,140 @@ class Engine:
             preempted_req_ids=preempted,
             finished_req_ids=set(self.finished),
             free_encoder_mm_hashes=[],
+            kv_connector_block_state=KVConnectorBlockState(
+                req_ids={*counts, *boundaries},
+                resolve_block_ids=self.cache.get_block_ids,
+                boundary_state_offloads=boundaries,
+            ),
         )
 
     def _confirmed(self, name: str) -> Facts:
         """What of a request is ready to be stored, as an adapter sees it, and what vLLM made of that."""
         life = self.lives[name]
-        blocks = life.request.num_computed_tokens // self.block_size
         state = self.offload._reqs_to_store.get(name)
         tracked = state is not None and not state.finished and state.request is life.request
-        behind = state.num_stored_blocks[0] if tracked else 0
-        full = not self.offload.cpu_block_pool.get_num_free_blocks()
+        facts: Facts = {"request": name, "tracked": tracked, "no_room": [], "ready": {}, "blocks": {}}
+        for group in self.model.stored:
+            ready = self._ready(life, group)
+            facts["ready"][group.index] = ready
+            facts["blocks"][group.index] = list(self._hashed(life, group, ready))
+            if tracked and self._is_positional(group):
+                places = facts["blocks"][group.index]
+                behind = state.num_stored_blocks[group.index]
+                facts["no_room"] += [self._place(life, group, place[0]) for place in places if place[0] >= behind]
+        return facts
+
+    def _is_positional(self, group: Group) -> bool:
+        return bool(self.cache.coordinator.single_type_managers[group.index].has_positionally_stable_blocks)
+
+    def _ready(self, life: Life, group: Group) -> int:
+        """How many blocks of the table have been computed and may be hit."""
+        if not self._is_positional(group):
+            return 0
+        cacheable = self.offload.cpu_coordinator.get_num_cacheable_tokens(
+            life.request.num_computed_tokens, group.index
+        )
+        return min(len(self._tables(life)[group.index]), cacheable // group.block_size)
+
+    def _hashed(self, life: Life, group: Group, ready: int) -> Iterator[tuple[int, int, bool, list[int]]]:
+        """Number, block id, if it was found by its hash because the table has it no more, and its inner names."""
+        hashes = BlockHashListWithBlockSize(life.request.block_hashes, self.model.hash_size, group.block_size)
+        for number, block_id in enumerate(self._tables(life)[group.index][:ready]):
+            block, lost = self.gpu.blocks[block_id], False
+            if block.is_null:
+                found = self.gpu.get_cached_block(hashes[number], [group.index])
+                lost = bool(found) and found[0].block_id not in self._being_computed(group)
+                block = found[0] if lost else block
+            if block.block_hash == make_block_hash_with_group_id(hashes[number], group.index):
+                yield number, block.block_id, lost, self._inner(life, group, number, block.block_id)
+
+    def _inner(self, life: Life, group: Group, number: int, block: int) -> list[int]:
+        """After how many units of a block a prefix may end, as the engine's own cache has it."""
+        units, names = group.block_size // self.model.hash_size, life.request.block_hashes
+        registered = self.gpu.cached_block_hashes_by_block.get(block, ())
+        inside = names[number * units : (number + 1) * units - 1]
+        keys = [make_block_hash_with_group_id(name, group.index) for name in inside]
+        return [count for count, key in enumerate(keys, 1) if key in registered]
+
+    def _tail(self, life: Life) -> Facts | None:
+        """The prompt's last block of full attention, if it is registered under a prefix that ends inside it."""
+        if not self.cache.coordinator.enable_partial_hash_hits or self.offload._lazy_mode:
+            return None
+        request, group = life.request, self.model.groups[self.offload.fa_gidx]
+        tokens = request.num_prompt_tokens // self.model.hash_size * self.model.hash_size
+        number, table = tokens // group.block_size, self._tables(life)[group.index]
+        inside = tokens % group.block_size and tokens <= request.num_computed_tokens
+        if not inside or number >= len(table):
+            return None
+        name = request.block_hashes[tokens // self.model.hash_size - 1]
+        key, block = make_block_hash_with_group_id(name, group.index), self.gpu.blocks[table[number]]
+        known = key == block.block_hash or key in self.gpu.cached_block_hashes_by_block.get(block.block_id, ())
+        place = {"group": group.index, "block": block.block_id, "tokens": tokens}
+        if not known:
+            return None
+        return {**place, "hash": self._hash_at(life, tokens), "first": place_of(block.block_hash)}
+
+    def _being_computed(self, group: Group) -> set[int]:
+        """Blocks that have their hash already, and their bytes only when the running step is over."""
+        running = [life for name, life in self.lives.items() if self.running(name) is life]
         return {
-            "request": name,
-            "blocks": self._table(life)[:blocks],
-            "tracked": tracked,
-            "no_room": self._hashes(life)[behind:blocks] if tracked and full else [],
+            block
+            for life in running
+            for block in self._tables(life)[group.index][life.request.num_computed_tokens // group.block_size :]
         }
 
-    def _compute(self, names: list[str], schedule: dict[str, int]) -> Iterator[tuple[str, Facts]]:
+    def _unready(self, taken: list[int]) -> list[tuple[int, str]]:
+        """Blocks of the running step among those that vLLM stores in it; states are handed over on purpose."""
+        running = {
+            block
+            for group in self.model.stored
+            if self._is_positional(group)
+            for block in self._being_computed(group)
+        }
+        return [self._gpu_place(block) for block in taken if block in running]
+
+    def _place(self, life: Life, group: Group, number: int) -> tuple[int, str]:
+        return group.index, self._hash_at(life, (number + 1) * group.block_size)
+
+    def _hash_at(self, life: Life, tokens: int) -> str:
+        return hex64(life.request.block_hashes[tokens // self.model.hash_size - 1])
+
+    def _compute(self, counts: dict[str, int]) -> Iterator[tuple[str, Facts]]:
         """The step's forward pass: tokens are computed, and a request at its end gets as many new ones."""
-        for name in names:
+        for name, count in counts.items():
             life = self.lives[name]
             request = life.request
             life.started, life.resumed = True, False
-            request.num_computed_tokens = min(request.num_tokens, request.num_computed_tokens + schedule[name])
+            request.num_computed_tokens = min(request.num_tokens, request.num_computed_tokens + count)
             if request.num_computed_tokens == request.num_tokens:
                 first, seen = request.all_token_ids[0], request.num_tokens
-                fresh = [(first + 7 * (seen + i)) % VOCABULARY for i in range(max(1, min(schedule[name], 6)))]
+                fresh = [(first + 7 * (seen + i)) % VOCABULARY for i in range(max(1, min(count, 6)))]
                 request.append_output_token_ids(fresh)
-            yield name, life.grown(self.block_size)
+            yield name, self._grown(life)
+
+    def _grown(self, life: Life) -> Facts:
+        return life.grown(self.model.hash_size, self.model.sizes)
 
     def stored(self, op: Facts) -> Facts | None:
-        """The store of the n-th step has been copied."""
-        event = self.store_events[op["step"]] if op["step"] < len(self.store_events) else -1
-        if event < 0:
+        """The store of the n-th step has been copied by every rank that has not reported it."""
+        return self._report(op["step"], self.ranks)
+
+    def reported(self, op: Facts) -> Facts | None:
+        """One more rank has copied it."""
+        return self._report(op["step"], 1)
+
+    def _report(self, step: int, most: int) -> Facts | None:
+        event = self.store_events[step] if step < len(self.store_events) else -1
+        seen = self.reports.get(event, 0)
+        count = min(most, self.ranks - seen)
+        if event < 0 or not count:
             return None
-        self.store_events[op["step"]] = -1
-        meta = SimpleCPUOffloadWorkerMetadata(completed_store_events={event: 1})
+        self.reports[event] = seen + count
+        meta = SimpleCPUOffloadWorkerMetadata(completed_store_events={event: count})
         self.offload.update_connector_output(
             KVConnectorOutput(finished_recving=set(), kv_connector_worker_meta=meta)
         )
-        return {}
+        return {"ended": seen + count == self.ranks}
 
     def loaded(self, op: Facts) -> Facts | None:
         life = self.lives.get(op["request"])
@@ -338,23 +480,29 @@ class Engine:
         if life is None or life.ended:
             return None
         name, request = op["request"], life.request
-        confirmed = self._confirmed(name)
+        tracked = self._confirmed(name)["tracked"]
+        self.cache.finalize_partial_tail_offloads(request)
+        self.cache.remove_skipped_blocks(name, request.num_computed_tokens, request.num_prompt_tokens)
+        facts = {**self._confirmed(name), "tracked": tracked, "tail": self._tail(life)}
         ids = self.cache.get_block_ids_for_computed_tokens(name, request.num_computed_tokens)
         queued = len(self.offload._pending_finished_stores)
+        self.offload.stale = []
         self.offload.request_finished_all_groups(request, ids)
         flushed = self.offload._pending_finished_stores[queued:]
-        facts = {**self._confirmed(name), "tracked": confirmed["tracked"]}
-        facts["flushed"] = [self._gpu_hash(block) for t in flushed for block in t.gpu_block_ids]
-        if life.loading:  # an adapter knows that only the local prefix has its bytes by now
-            facts["blocks"] = facts["blocks"][: self._hashed(facts["blocks"])]
-        facts["hashes"] = self._hashes(life)[: len(facts["blocks"])]
-        if confirmed["tracked"] and not self.offload.cpu_block_pool.get_num_free_blocks():
-            facts["no_room"] = facts["hashes"]
+        facts["flushed"] = [self._gpu_place(block) for t in flushed for block in t.gpu_block_ids]
+        facts["stale"] = self.offload.stale
+        full = tracked and not self.offload.cpu_block_pool.get_num_free_blocks()
+        tail = [(facts["tail"]["group"], facts["tail"]["hash"])] if facts["tail"] else []
+        facts["no_room"] = [*self._all_places(life, facts["blocks"]), *tail] if full else []
         life.ended = True
         self.finished.add(name)
         if not life.loading:
             self.cache.free(request)
         return facts
+
+    def _all_places(self, life: Life, blocks: Facts) -> list[tuple[int, str]]:
+        groups = self.model.groups
+        return [self._place(life, groups[index], place[0]) for index in blocks for place in blocks[index]]
 
     def abort(self, op: Facts) -> Facts | None:
         return self.finish(op)
@@ -375,29 +523,22 @@ class Engine:
 
     # facts
 
-    def _table(self, life: Life) -> list[int]:
-        table: list[int] = self.cache.get_block_ids(life.request.request_id)[0]
-        return list(table)
+    def _tables(self, life: Life) -> Tables:
+        tables: Tables = self.cache.get_block_ids(life.request.request_id)
+        return tables if any(tables) else tuple([] for _ in self.model.groups)
 
-    def _hashes(self, life: Life) -> list[str]:
-        return [hex64(block_hash) for block_hash in life.request.block_hashes]
-
-    def _hashed(self, blocks: list[int]) -> int:
-        return sum(1 for block in blocks if self.gpu.blocks[block].block_hash is not None)
-
-    def _gpu_hash(self, block: int) -> str:
-        name: str = hex64(get_block_hash(self.gpu.blocks[block].block_hash))
-        return name
+    def _gpu_place(self, block: int) -> tuple[int, str]:
+        return place_of(self.gpu.blocks[block].block_hash)
 
 
-def new_data(name: str, block_ids: list[int]) -> NewRequestData:
+def new_data(name: str, block_ids: Tables) -> NewRequestData:
     return NewRequestData(
         req_id=name,
         prompt_token_ids=None,
         mm_features=[],
         sampling_params=None,
         pooling_params=None,
-        block_ids=(block_ids,),
+        block_ids=block_ids,
         num_computed_tokens=0,
         lora_request=None,
     )
@@ -417,7 +558,7 @@ def answer(script: Facts) -> list[Facts]:
 
 def main() -> None:
     init_none_hash(sha256)
-    register_all_kvcache_specs(vllm_config=None)
+    register_specs()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(answer(json.loads(line)), separators=(",", ":")) + "\n")
         sys.stdout.flush()
