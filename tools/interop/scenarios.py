@@ -1,0 +1,137 @@
+"""The scenarios: what happens to a stream, after which every consumer must know exactly what is resident.
+
+Each feeds a tier of 64 blocks with prompts of 6 blocks: from the eleventh prompt on there are evictions, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from stage import Stage
+
+MILLION = 1_000_000
+RETAINED = 8
+"""So few batches are kept in the scenarios that are about what is no longer kept."""
+
+Wrong = dict[str, str]
+Play = Callable[[Stage], Iterator[Wrong]]
+
+
+class Scenario(NamedTuple):
+    """`play` yields what is wrong at each point where consumers are asked."""
+
+    name: str
+    play: Play
+    retained: int = 10_000
+
+
+def live(stage: Stage) -> Iterator[Wrong]:
+    stage.sidecar.start()
+    stage.join()
+    stage.feed(5)
+    yield stage.check()
+    stage.feed(20)
+    yield stage.check()
+
+
+def late_join(stage: Stage) -> Iterator[Wrong]:
+    """Numbers above a million, and the batches that filled the tier are no longer kept."""
+    stage.sidecar.preset(MILLION)
+    stage.sidecar.start()
+    stage.feed(30)
+    stage.join()
+    stage.feed(1)
+    yield stage.check()
+    stage.feed(5)
+    yield stage.check()
+
+
+def lost_kept(stage: Stage) -> Iterator[Wrong]:
+    """Messages are lost that are still kept for replay."""
+    yield from _lost(stage, 5)
+
+
+def lost_gone(stage: Stage) -> Iterator[Wrong]:
+    """More messages are lost than are kept."""
+    yield from _lost(stage, 3 * RETAINED)
+
+
+def _lost(stage: Stage, messages: int) -> Iterator[Wrong]:
+    stage.sidecar.start()
+    stage.join()
+    stage.feed(8)
+    yield stage.check()
+    stage.lose(True)
+    stage.feed(messages)
+    stage.lose(False)
+    stage.feed(1)
+    yield stage.check()
+    stage.feed(3)
+    yield stage.check()
+
+
+def killed(stage: Stage) -> Iterator[Wrong]:
+    """kill -9, started again with the same settings. Its memory is gone; the engine stores other prompts."""
+    stage.sidecar.start()
+    stage.join()
+    stage.feed(12)
+    yield stage.check()
+    stage.sidecar.kill()
+    stage.sidecar.start()
+    stage.feed(4)
+    yield stage.check()
+    stage.feed(12)
+    yield stage.check()
+
+
+def killed_unseen(stage: Stage) -> Iterator[Wrong]:
+    """As `killed`, and no message of the new process's first ones arrives."""
+    stage.sidecar.start()
+    stage.join()
+    stage.feed(12)
+    yield stage.check()
+    stage.lose(True)
+    stage.sidecar.kill()
+    stage.sidecar.start()
+    stage.feed(4)
+    stage.lose(False)
+    stage.feed(1)
+    yield stage.check()
+
+
+def stopped(stage: Stage) -> Iterator[Wrong]:
+    """A clean stop and a new start."""
+    stage.sidecar.start()
+    stage.join()
+    stage.feed(12)
+    yield stage.check()
+    stage.sidecar.stop()
+    stage.sidecar.start()
+    stage.feed(4)
+    yield stage.check()
+
+
+def reset(stage: Stage) -> Iterator[Wrong]:
+    """The tier is emptied by explicit removes, and filled again."""
+    stage.sidecar.start()
+    stage.join()
+    stage.feed(12)
+    yield stage.check()
+    if stage.feeder.client.reset(5.0) is None:
+        raise RuntimeError("the sidecar did not answer the reset")
+    yield stage.check()
+    stage.feed(4)
+    yield stage.check()
+
+
+SCENARIOS = (
+    Scenario("live", live),
+    Scenario("late join above a million, buffer wrapped", late_join, RETAINED),
+    Scenario("lost messages, still kept", lost_kept),
+    Scenario("lost messages, no longer kept", lost_gone, RETAINED),
+    Scenario("kill -9 and restart", killed),
+    Scenario("kill -9 and restart, first messages lost", killed_unseen),
+    Scenario("clean stop and restart", stopped),
+    Scenario("tier reset", reset),
+)

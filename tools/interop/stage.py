@@ -1,0 +1,139 @@
+"""Where a scenario plays: a sidecar, a feeder, consumers that join when the scenario says so, and the check."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from consumer import Answer, Consumer, Endpoints, Kind
+from feeder import Feeder
+from lossy import LossyNetwork
+from sidecar import Sidecar
+from truth import Held, reach
+
+from kvevents_service.testing import Chain
+
+CHECK_S = 15.0
+STEADY_S = 1.0
+POLL_S = 0.2
+JOIN_S = 10.0
+
+
+class Line(NamedTuple):
+    """One line of the report."""
+
+    consumer: str
+    real: bool
+    scenario: str
+    ok: bool
+    detail: str
+
+
+class Joined(NamedTuple):
+    """A consumer that has subscribed, and how it got on."""
+
+    kind: Kind
+    consumer: Consumer
+    network: LossyNetwork
+
+
+class Stage:
+    """One scenario's sidecar, prompts and consumers."""
+
+    def __init__(self, directory: Path, kinds: Sequence[Kind], *, blocks: int = 64, retained: int = 10_000) -> None:
+        self.directory = directory
+        self.kinds = kinds
+        self.sidecar = Sidecar(
+            directory, dict.fromkeys(kind.dialect for kind in kinds), blocks=blocks, retained=retained
+        )
+        self.prompts: list[Chain] = []
+        self.joined: list[Joined] = []
+        self.failed: dict[str, str] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._feeder: Feeder | None = None
+
+    @property
+    def feeder(self) -> Feeder:
+        if self._feeder is None:
+            self._feeder = Feeder(self.sidecar.engine_socket)
+        return self._feeder
+
+    def feed(self, prompts: int, blocks: int = 6) -> None:
+        """Store new prompts, one step and so one batch each."""
+        for _ in range(prompts):
+            prompt = self.feeder.new_prompt(blocks)
+            self.feeder.store(prompt)
+            self.prompts.append(prompt)
+
+    def join(self) -> None:
+        """Every consumer starts and subscribes. One that cannot is not ok; the others go on."""
+        for kind in self.kinds:
+            network = LossyNetwork(self._context, self.sidecar.outputs[kind.dialect].pub)
+            endpoints = Endpoints(network.endpoint, self.sidecar.outputs[kind.dialect].replay)
+            try:
+                consumer = kind.start(endpoints, self.directory)
+            except (OSError, RuntimeError) as error:
+                self.failed[kind.name] = f"did not start: {error}"
+                network.close()
+            else:
+                self.joined.append(Joined(kind, consumer, network))
+        self._await_subscriptions()
+
+    def _await_subscriptions(self) -> None:
+        for joined in self.joined:
+            if not joined.network.subscribed.wait(JOIN_S):
+                self.failed[joined.kind.name] = "did not subscribe"
+        time.sleep(STEADY_S)  # the subscription goes on from the network to the publisher
+
+    def lose(self, losing: bool) -> None:
+        """Every message to every consumer is lost from now on, or none is."""
+        for joined in self.joined:
+            joined.network.lose(losing)
+
+    # the check
+
+    def check(self, held: Callable[[], Held] | None = None) -> dict[str, str]:
+        """Ask every consumer for every prompt; returns what is wrong, by consumer. Waits until all is right."""
+        truth = (held or self.feeder.held)()
+        return {joined.kind.name: self._wrong(joined, truth) for joined in self.joined}
+
+    def _wrong(self, joined: Joined, held: Held) -> str:
+        """Empty once every answer is right and stays right."""
+        deadline, right_since = time.monotonic() + CHECK_S, None
+        while True:
+            wrong = self._compare(joined.consumer, held)
+            now = time.monotonic()
+            right_since = None if wrong else right_since or now
+            if right_since is not None and now - right_since >= STEADY_S:
+                return ""
+            if now > deadline and wrong:
+                return wrong
+            time.sleep(POLL_S)
+
+    def _compare(self, consumer: Consumer, held: Held) -> str:
+        wrong: list[tuple[int, Answer, Answer]] = []
+        for number, prompt in enumerate(self.prompts):
+            try:
+                said = consumer.ask(prompt)
+            except (OSError, RuntimeError, KeyError) as error:
+                return f"no answer: {error!r}"
+            expected = consumer.expect(reach(prompt, held))
+            if said != expected:
+                wrong.append((number, said, expected))
+        if not wrong:
+            return ""
+        number, said, expected = wrong[0]
+        first = f"prompt {number}: {said}, not {expected}"
+        return f"{len(wrong)} of {len(self.prompts)} prompts differ, {first}; {consumer.note()}"
+
+    def close(self) -> None:
+        for joined in self.joined:
+            joined.consumer.close()
+            joined.network.close()
+        if self._feeder is not None:
+            self._feeder.close()
+        self.sidecar.stop()
+        self._context.destroy(linger=0)
