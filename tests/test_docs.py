@@ -64,6 +64,8 @@ def test_a_page_without_python_runs_nothing() -> None:
         ("kvevents tail --input x | sh", False),
         ("kvevents tail --input x; rm y", False),
         ("kvevents tail tcp://127.0.0.1:5557", False),
+        ("kvevents dialects", True),
+        ("kvevents dialects --json", True),
         ("kvevents serve", False),
         ("kvevents demo", False),
         ("rm --help", False),
@@ -195,3 +197,23 @@ def test_everything_is_listed(root: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_argument_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_docs.main(["--wirte"]) == 2
     assert "--write" in capsys.readouterr().err
+
+
+# the table of dialects
+
+
+def dialects_page(table: str) -> str:
+    return f"# Title\n\n<!-- dialects -->\n{table}<!-- /dialects -->\n"
+
+
+def test_a_stale_table_of_dialects_is_found_and_written_anew() -> None:
+    fresh = check_docs.with_tables(dialects_page("| old |\n"))
+    assert fresh == dialects_page(check_docs.dialect_table())
+    assert list(check_docs.table_faults(PAGE, fresh)) == []
+    (fault,) = check_docs.table_faults(PAGE, dialects_page("| old |\n"))
+    assert "table of dialects is stale" in fault
+
+
+def test_a_table_of_dialects_has_an_end() -> None:
+    (fault,) = check_docs.table_faults(PAGE, "<!-- dialects -->\n")
+    assert "without its <!-- /dialects -->" in fault

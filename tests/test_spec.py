@@ -46,10 +46,11 @@ def hex_blocks() -> dict[str, bytes]:
 
 def made_by_the_code() -> dict[str, bytes]:
     """What stands in each block, from this package's own encoders."""
-    from kvevents_service.core.announce import removed_event, stored_event
+    from kvevents_service.core.announce import encode, removed_event, stored_event
     from kvevents_service.core.metadata import RemovedRun, snapshot
     from kvevents_service.wire import control
     from kvevents_service.wire.codec import encode_batch
+    from kvevents_service.wire.dialects import DIALECTS
     from kvevents_service.wire.events import AllBlocksCleared, EventBatch
     from kvevents_service.wire.frames import REPLAY_END, replay_request
     from kvevents_service.wire.framing import encode_message
@@ -80,6 +81,7 @@ def made_by_the_code() -> dict[str, bytes]:
         **{name: bytes(encode_message(message)) for name, message in messages.items()},
         "stored-batch": encode_batch(EventBatch(TS, [stored_event(meta)], 0)),
         "removed-batch": encode_batch(EventBatch(TS, [removed], 0)),
+        "llm-d-batch": encode(DIALECTS["llm-d"], (meta,), TS, 0),
         "cleared-batch": encode_batch(EventBatch(TS, [AllBlocksCleared()], 0)),
         "replay-request": replay_request(0)[1],
         "replay-end": REPLAY_END[2],

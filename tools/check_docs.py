@@ -2,13 +2,14 @@
 """Check that the documentation is true: its code runs, its output is real, its links lead somewhere.
 
 python tools/check_docs.py            check; exit 1 with a list of what is wrong
-python tools/check_docs.py --write    first write the option tables anew, from the click commands
+python tools/check_docs.py --write    first write these tables anew, from the commands
 
 What is checked:
   README.md, docs/*.md   ```python blocks run, those of one file as one program, in a directory of their own;
                          ```console lines "$ kvevents ..." of a cheap kind (`CHEAP`) print what stands below them,
                          where something does; a last line "..." stands for the rest
-  README.md              tables between <!-- flags:COMMAND --> and <!-- /flags --> are those of the commands
+  every *.md             tables between <!-- flags:COMMAND --> and <!-- /flags --> are those of the commands
+  every *.md             the table between <!-- dialects --> and <!-- /dialects --> is that of `kvevents dialects`
   every *.md             relative links and #anchors lead to a file and a heading
 """
 
@@ -36,7 +37,8 @@ REST = "..."
 SKIPPED_FOLDERS = {"node_modules", "build"}
 
 CHEAP = re.compile(
-    r"kvevents( \w+)? (--help|-h|--version)|kvevents tail --input [^|&;<>$`]*|kvevents tail .* --input [^|&;<>$`]*"
+    r"kvevents( \w+)? (--help|-h|--version)|kvevents dialects( --json)?|"
+    r"kvevents tail --input [^|&;<>$`]*|kvevents tail .* --input [^|&;<>$`]*"
 )
 """Commands that are run: they need no service and end at once."""
 
@@ -44,6 +46,7 @@ _FENCE = re.compile(r"^(```+|~~~+) *([\w-]*)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)|^\[[^\]]+\]: *(\S+)", re.MULTILINE)
 _FLAGS = re.compile(r"<!-- flags:(\w+) -->\n(.*?)<!-- /flags -->", re.DOTALL)
+_DIALECTS = re.compile(r"(<!-- dialects -->\n)(.*?)(<!-- /dialects -->)", re.DOTALL)
 
 
 class Block(NamedTuple):
@@ -210,13 +213,19 @@ def escaped(text: str) -> str:
 
 
 def with_tables(text: str) -> str:
-    """The page with every option table as it should be. Unknown commands are left as they are."""
+    """The page with every table as it should be. Unknown commands are left as they are."""
 
     def fresh(found: re.Match[str]) -> str:
         command = click_command(found[1])
         return found[0] if command is None else f"<!-- flags:{found[1]} -->\n{table(command)}<!-- /flags -->"
 
-    return _FLAGS.sub(fresh, text)
+    return _DIALECTS.sub(rf"\g<1>{dialect_table()}\g<3>", _FLAGS.sub(fresh, text))
+
+
+def dialect_table() -> str:
+    from kvevents_service.cli.dialects import markdown
+
+    return markdown()
 
 
 def table_faults(path: Path, text: str) -> Iterator[str]:
@@ -228,6 +237,11 @@ def table_faults(path: Path, text: str) -> Iterator[str]:
             yield f"{path}: the options of `kvevents {name}` are stale: run tools/check_docs.py --write"
     if text.count("<!-- flags:") != len(_FLAGS.findall(text)):
         yield f"{path}: a <!-- flags:... --> without its <!-- /flags -->"
+    shown_dialects = [shown for _, shown, _ in _DIALECTS.findall(text)]
+    if any(shown != dialect_table() for shown in shown_dialects):
+        yield f"{path}: the table of dialects is stale: run tools/check_docs.py --write"
+    if text.count("<!-- dialects -->") != len(shown_dialects):
+        yield f"{path}: a <!-- dialects --> without its <!-- /dialects -->"
 
 
 # links

@@ -7,6 +7,7 @@ import sys
 import click
 
 from kvevents_service.cli.demo import demo
+from kvevents_service.cli.dialects import dialects
 from kvevents_service.cli.serve import serve
 from kvevents_service.cli.tail import tail
 
@@ -22,12 +23,14 @@ def kvevents() -> None:
     kvevents serve                          run the sidecar
     kvevents tail tcp://127.0.0.1:5557      watch an event stream
     kvevents demo                           see the whole path work, without a GPU
+    kvevents dialects                       list the ways the stream can be written
     """
 
 
 kvevents.add_command(serve)
 kvevents.add_command(tail)
 kvevents.add_command(demo)
+kvevents.add_command(dialects)
 
 
 def main() -> None:

@@ -1,22 +1,30 @@
-"""Announcements of the core turned into events of the wire: where lists of ints first appear.
+"""Announcements of the core turned into batches of the wire, in any dialect: where lists of ints first appear.
 
-Only the publisher calls this, off the submit path. The hash form is vLLM's default: the low 64 bits.
+Only the publisher calls this, off the submit path. How the announcements are split into batches is the same for
+every dialect, and a batch of which a dialect lets nothing through is an empty one: all have the same numbers.
 """
 
 from __future__ import annotations
 
-import sys
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
+import msgspec
+
+from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
-from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvevents_service.wire.packing import unpack_int32
+from kvevents_service.wire.codec import encode_own
+from kvevents_service.wire.control import GroupSpec
+from kvevents_service.wire.dialects import VLLM, Dialect, Groups
+from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents_service.wire.extra_keys import plain_extra_keys
+from kvevents_service.wire.hashes import hash_in, hashes_in
+from kvevents_service.wire.packing import unpack_int32, unpack_uint32
+from kvevents_service.wire.shapes import shape_of
 
 LOCAL = "LOCAL"
 MAX_BATCH_TOKENS = 1 << 20
 """About 5 MB of payload."""
-_LITTLE = sys.byteorder == "little"
 
 
 def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announcement, ...]]:
@@ -59,8 +67,29 @@ def _pieces(item: Announcement) -> Iterator[Announcement]:
             yield RemovedRun(item.group, item.medium, hashes)
 
 
+def encode(
+    dialect: Dialect,
+    announcements: Sequence[Announcement],
+    ts: float,
+    dp_rank: int,
+    publisher_id: bytes | None = None,
+) -> bytes:
+    """The payload of one batch in a dialect. The publisher id goes only into dialects that have a place for it.
+
+    Raises WireError if it is too big, and nothing else for announcements made of messages that engines sent.
+    """
+    events = [event for item in announcements for event in _events(dialect, item)]
+    sender = publisher_id if dialect.publisher_id else None
+    return encode_own(EventBatch(ts, events, dp_rank, sender))  # type: ignore[arg-type]
+
+
+def encoding_key(dialect: Dialect) -> Hashable:
+    """Equal for dialects that write the same bytes, given the same rank and publisher id."""
+    return msgspec.structs.replace(dialect, name="", readers="")
+
+
 def to_event(announcement: Announcement) -> Event:
-    """The wire event of one announcement."""
+    """The event of one announcement in the terms of vLLM 0.33."""
     match announcement:
         case BlockStoreMeta():
             return stored_event(announcement)
@@ -70,47 +99,80 @@ def to_event(announcement: Announcement) -> Event:
             return AllBlocksCleared()
 
 
-def int_hashes(packed: bytes, hash_bytes: int) -> list[int]:
-    """Low 64 bits of each hash, as vLLM publishes them: the last 8 bytes, big endian, unsigned."""
-    if hash_bytes % 8:
-        return [
-            int.from_bytes(packed[end - 8 : end], "big") for end in range(hash_bytes, len(packed) + 1, hash_bytes)
-        ]
-    words = array("Q", packed)
-    words = words[hash_bytes // 8 - 1 :: hash_bytes // 8]
-    if _LITTLE:
-        words.byteswap()
-    return words.tolist()
-
-
-def low64(block_hash: bytes) -> int:
-    """Low 64 bits of one hash."""
-    return int.from_bytes(block_hash[-8:], "big")
-
-
 def stored_event(meta: BlockStoreMeta) -> BlockStored:
     """The announcement of a run, in vLLM 0.33's terms: one event, many hashes."""
-    return BlockStored(
-        block_hashes=int_hashes(meta.block_hashes, meta.hash_bytes),  # type: ignore[arg-type]
-        parent_block_hash=None if meta.parent_block_hash is None else low64(meta.parent_block_hash),
-        token_ids=unpack_int32(meta.token_ids).tolist(),
-        block_size=meta.group.block_size,
-        lora_id=meta.lora_id,
-        medium=meta.medium,
-        lora_name=meta.lora_name,
-        extra_keys=meta.extra_keys,
-        group_idx=meta.group.index,
-        kv_cache_spec_kind=meta.group.kind,
-        kv_cache_spec_sliding_window=meta.group.sliding_window,
-        locality=LOCAL,
-    )
+    return BlockStored(*_stored_values(VLLM, meta, meta.medium))
 
 
 def removed_event(run: RemovedRun) -> BlockRemoved:
     """The announcement that blocks left a tier."""
-    return BlockRemoved(
-        block_hashes=int_hashes(b"".join(run.block_hashes), len(run.block_hashes[0])),  # type: ignore[arg-type]
-        medium=run.medium,
-        group_idx=run.group.index,
-        locality=LOCAL,
+    return BlockRemoved(*_removed_values(VLLM, run, run.medium))
+
+
+def _events(dialect: Dialect, item: Announcement) -> Iterator[msgspec.Struct]:
+    """What a dialect says of one announcement: one event, one for each block, or none."""
+    shape = shape_of(dialect)
+    if not isinstance(item, BlockStoreMeta | RemovedRun):
+        yield shape.cleared
+        return
+    medium = _let_through(dialect, item)
+    if medium is None:
+        return
+    if isinstance(item, BlockStoreMeta):
+        stored = _stored_values(dialect, item, medium)
+        yield from map(shape.stored, _stored_one_by_one(stored) if dialect.one_hash else (stored,))
+    else:
+        removed = _removed_values(dialect, item, medium)
+        yield from map(shape.removed, _removed_one_by_one(removed) if dialect.one_hash else (removed,))
+
+
+def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | None:
+    """The name of the item's medium in this dialect; None if the item is filtered out."""
+    if dialect.groups is Groups.MAIN and not is_main(item.group):
+        return None
+    return dialect.medium(item.medium)
+
+
+def is_main(group: GroupSpec) -> bool:
+    """Whether readers that know one group only take this group's blocks for the cached prefix."""
+    return group.kind in PREFIX_KINDS
+
+
+def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str) -> tuple[Any, ...]:
+    """A value for each of STORED_KEYS."""
+    parent, group = meta.parent_block_hash, meta.group
+    unpack = unpack_uint32 if dialect.unsigned_tokens else unpack_int32
+    return (
+        hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes),
+        None if parent is None else hash_in(dialect.hashes, parent),
+        unpack(meta.token_ids).tolist(),
+        group.block_size,
+        meta.lora_id,
+        medium,
+        meta.lora_name,
+        plain_extra_keys(meta.extra_keys) if dialect.plain_extra_keys else meta.extra_keys,
+        group.index,
+        group.kind,
+        group.sliding_window,
+        LOCAL,
     )
+
+
+def _removed_values(dialect: Dialect, run: RemovedRun, medium: str) -> tuple[Any, ...]:
+    """A value for each of REMOVED_KEYS."""
+    packed = b"".join(run.block_hashes)
+    return (hashes_in(dialect.hashes, packed, len(run.block_hashes[0])), medium, run.group.index, LOCAL)
+
+
+def _stored_one_by_one(values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The values of each block by itself, out of those of a run."""
+    hashes, parent, tokens, size, lora_id, medium, lora_name, extra_keys, *group = values
+    for place, name in enumerate(hashes):
+        own_tokens = tokens[place * size : (place + 1) * size]
+        own_keys = extra_keys and extra_keys[place : place + 1]
+        yield ([name], parent, own_tokens, size, lora_id, medium, lora_name, own_keys, *group)
+        parent = name
+
+
+def _removed_one_by_one(values: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    return (([name], *values[1:]) for name in values[0])

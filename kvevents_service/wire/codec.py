@@ -79,7 +79,7 @@ def encode_batch(batch: EventBatch) -> bytes:
 
 def encode_own(batch: EventBatch) -> bytes:
     """`encode_batch` without type checks, for values that came off the wire. WireError if too big."""
-    return _bounded(_encoder.encode([batch.ts, batch.events, batch.data_parallel_rank]))
+    return _bounded(_encoder.encode(_elements(batch)))
 
 
 def decode_batch(payload: bytes) -> Decoded:
@@ -108,8 +108,12 @@ def _checked_elements(batch: EventBatch) -> list[object]:
     header = _checked_as(_Header, batch, "")
     for index, event in enumerate(header.events):
         _check_event(event, f"events[{index}]")
-    elements: list[object] = [header.ts, header.events, header.data_parallel_rank]
-    return elements if header.publisher_id is None else [*elements, header.publisher_id]
+    return _elements(header)
+
+
+def _elements(batch: EventBatch | _Header) -> list[object]:
+    elements: list[object] = [batch.ts, batch.events, batch.data_parallel_rank]
+    return elements if batch.publisher_id is None else [*elements, batch.publisher_id]
 
 
 def _check_event(event: object, field: str) -> None:

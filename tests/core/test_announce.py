@@ -1,52 +1,33 @@
-"""Announcements as wire events: hashes in the form vLLM publishes, metadata whole."""
-
-import json
-import sys
-from pathlib import Path
+"""Announcements as batches: every dialect tells exactly what it lets through, metadata whole."""
 
 import msgspec
 import pytest
-from hypothesis import given
+from doubles.stream import GROUPS, MAIN, MEDIA, PROMPTS, STATE, Source
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.prompts import FULL
-from kvevents_service.core.announce import int_hashes, low64, to_event
-from kvevents_service.core.metadata import Cleared, RemovedRun, snapshot
+from kvevents_service.core.announce import encode, encoding_key, in_batches, to_event
+from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun, snapshot
+from kvevents_service.core.residency import Residency, key64
+from kvevents_service.errors import WireError
 from kvevents_service.testing import make_chain
-from kvevents_service.wire.codec import decode_batch
+from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch, encode_batch
 from kvevents_service.wire.control import GroupSpec
-from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvevents_service.wire.dialects import DIALECTS, VLLM, Dialect, Groups, Layout
+from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents_service.wire.hashes import hash_in
+from kvevents_service.wire.media import canonical_medium
+from kvevents_service.wire.packing import pack_int32
 
-VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 CHAIN = make_chain(range(4), 2, b"\x07" * 32)
+EVERY = [*DIALECTS.values()]
+PUBLISHER = b"0123456789abcdef"
+seeds = st.integers(0, 2**32)
 
 
-def captured_hashes(name: str) -> list:
-    """Every hash vLLM stored in this capture, in order."""
-    lines = [json.loads(line) for line in (VECTORS / f"vllm-0.33-gpu-{name}-hash.jsonl").read_text().splitlines()]
-    payloads = [bytes.fromhex(line["frames"][-1]) for line in lines if "frames" in line]
-    events = [event for payload in payloads for event in decode_batch(payload).batch.events]
-    return [name for event in events if isinstance(event, BlockStored) for name in event.block_hashes]
-
-
-def test_int_hashes_are_those_vllm_publishes_for_the_same_digests() -> None:
-    digests, ints = captured_hashes("bytes"), captured_hashes("int")
-    assert len(digests) == len(ints) > 0
-    assert int_hashes(b"".join(digests), 32) == ints
-    assert list(map(low64, digests)) == ints
-
-
-@pytest.mark.parametrize("hash_bytes", [*range(8, 41), 64])
-def test_any_width_gives_the_low_64_bits(hash_bytes: int) -> None:
-    names = [bytes((place * 31 + number) % 256 for place in range(hash_bytes)) for number in range(5)]
-    expected = [int.from_bytes(name, "big") % 2**64 for name in names]
-    assert int_hashes(b"".join(names), hash_bytes) == expected
-    assert list(map(low64, names)) == expected
-
-
-@given(st.lists(st.binary(min_size=32, max_size=32)))
-def test_many_at_once_are_as_one_by_one(names: list[bytes]) -> None:
-    assert int_hashes(b"".join(names), 32) == list(map(low64, names))
+def low64(digest: bytes) -> int:
+    return int.from_bytes(digest[-8:], "big")
 
 
 def test_a_stored_run_is_one_event_with_everything_said() -> None:
@@ -91,6 +72,171 @@ def test_a_clear_is_a_clear() -> None:
     assert to_event(Cleared()) == AllBlocksCleared()
 
 
-@pytest.mark.skipif(sys.byteorder != "little", reason="the fast form on the machines we have")
-def test_the_fast_form_is_big_endian_too() -> None:
-    assert int_hashes(bytes(24) + bytes(range(8)), 32) == [0x0001020304050607]
+# dialects
+
+
+def name_of(dialect: Dialect) -> str:
+    return dialect.name
+
+
+def told(dialect: Dialect, *announcements: Announcement) -> list[Event]:
+    """What a reader makes of a batch in a dialect."""
+    return decode_batch(encode(dialect, announcements, 1.5, 0)).batch.events
+
+
+def raw(dialect: Dialect, *announcements: Announcement, **more) -> list:
+    return msgspec.msgpack.decode(encode(dialect, announcements, 1.5, 3, **more))
+
+
+def chain_of(prompt: int = 0, medium: str = "GPU", group: GroupSpec = MAIN) -> BlockStoreMeta:
+    """A whole prompt on a tier."""
+    chosen = PROMPTS[prompt]
+    digests = b"".join(block.name for block in chosen.blocks)
+    keys = [block.extra_keys for block in chosen.blocks]
+    return BlockStoreMeta(
+        group, medium, 32, digests, pack_int32(chosen.tokens), None, chosen.lora_id, chosen.lora_name, keys
+    )
+
+
+def let_through(dialect: Dialect, source: Source) -> dict[tuple[str, int], set[int]]:
+    """What a reader of this dialect must believe: per tier and group, hashes by their low 64 bits."""
+    shelves = {}
+    for medium in MEDIA:
+        for group in GROUPS:
+            if dialect.medium(medium) is not None and (dialect.groups is Groups.ALL or group == MAIN):
+                hashes = {key64(hash_in(dialect.hashes, digest)) for digest in source.names(medium, group)}
+                shelves[medium, group.index if dialect.groups is Groups.ALL else 0] = hashes
+    return {shelf: hashes for shelf, hashes in shelves.items() if hashes}
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+@given(seeds)
+@settings(max_examples=40)
+def test_the_fold_of_a_dialect_is_what_it_lets_through_at_every_number(dialect: Dialect, seed: int) -> None:
+    source, residency = Source(seed), Residency()
+    for _ in range(30):
+        residency.apply(told(dialect, *source.batch()))
+        folded = {(shelf.medium, shelf.group): set(there) for shelf, there in residency.shelves.items() if there}
+        assert folded == let_through(dialect, source)
+    residency.check()
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+@given(seeds)
+@settings(max_examples=20)
+def test_what_is_said_of_a_run_is_true_of_every_block(dialect: Dialect, seed: int) -> None:
+    for batch in Source(seed).batches(20):
+        for item in batch:
+            events = told(dialect, item) if isinstance(item, BlockStoreMeta) else []
+            if events:
+                check_run(dialect, item, events)
+
+
+def check_run(dialect: Dialect, item: BlockStoreMeta, events: list) -> None:
+    names = [hash_in(dialect.hashes, item.hash_at(place)) for place in range(item.blocks)]
+    parent = item.parent_block_hash
+    assert [name for event in events for name in event.block_hashes] == names
+    parents = [None if parent is None else hash_in(dialect.hashes, parent), *names]
+    assert [event.parent_block_hash for event in events] == parents[: len(events)]
+    assert [token for event in events for token in event.token_ids] == to_event(item).token_ids
+    assert {(event.block_size, event.lora_name) for event in events} == {(4, item.lora_name)}
+    assert {canonical_medium(event.medium) for event in events} == {item.medium}
+
+
+@given(seeds)
+@settings(max_examples=40)
+def test_vllm_is_byte_for_byte_the_common_layout(seed: int) -> None:
+    for batch in Source(seed).batches(20):
+        common = encode_batch(EventBatch(1.5, [to_event(item) for item in batch], 3))
+        assert encode(VLLM, batch, 1.5, 3) == common
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+def test_what_is_filtered_out_leaves_an_empty_batch(dialect: Dialect) -> None:
+    gone = RemovedRun(STATE, "GPU", (PROMPTS[0].blocks[0].name,))
+    for item in (chain_of(0, "GPU", STATE), gone):
+        assert (raw(dialect, item) == [1.5, [], 3]) is (dialect.groups is Groups.MAIN)
+    for item in (chain_of(0, "TAPE"), RemovedRun(MAIN, "TAPE", gone.block_hashes)):
+        assert (raw(dialect, item) == [1.5, [], 3]) is (dialect.media is not None)
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+def test_a_clear_is_let_through_in_every_dialect(dialect: Dialect) -> None:
+    wanted = ["AllBlocksCleared"] if dialect.layout is Layout.ARRAY else {"type": "AllBlocksCleared"}
+    assert raw(dialect, Cleared()) == [1.5, [wanted], 3]
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+def test_events_have_the_declared_keys_in_their_order(dialect: Dialect) -> None:
+    full, *_ = raw(dialect, msgspec.structs.replace(chain_of(6), lora_name="ada"))[1]
+    bare, *_ = raw(dialect, msgspec.structs.replace(chain_of(), extra_keys=None))[1]
+    gone, *_ = raw(dialect, RemovedRun(MAIN, "GPU", (PROMPTS[0].blocks[0].name,)))[1]
+    if dialect.layout is Layout.ARRAY:
+        assert {len(full), len(bare)} == {1 + len(dialect.stored)}
+        assert len(gone) == 1 + len(dialect.removed)
+    else:
+        keys = [key for key in dialect.stored_if_set if key != "kv_cache_spec_sliding_window"]
+        unset = {"extra_keys", "lora_name"}
+        assert list(full) == ["type", *dialect.stored, *keys]
+        assert list(bare) == ["type", *dialect.stored, *(key for key in keys if key not in unset)]
+        assert list(gone) == ["type", *dialect.removed, *dialect.removed_if_set]
+
+
+def test_aibrix_gets_an_event_for_each_block_and_each_removal() -> None:
+    removed = RemovedRun(MAIN, "GPU", (b"\xff" * 32, b"\x01" * 32))
+    events = raw(DIALECTS["aibrix"], chain_of(2), removed)[1]
+    names = [hash_in(DIALECTS["aibrix"].hashes, block.name) for block in PROMPTS[2].blocks]
+    assert [event[1] for event in events[:3]] == [[name] for name in names]
+    assert [event[2] for event in events[:3]] == [None, *names[:2]]
+    assert [event[3] for event in events[:3]] == [[*block.tokens] for block in PROMPTS[2].blocks]
+    assert events[3:] == [["BlockRemoved", [-1], "GPU"], ["BlockRemoved", [0x0101010101010101], "GPU"]]
+
+
+def test_one_hash_an_event_takes_each_block_its_own_extra_keys() -> None:
+    single = msgspec.structs.replace(VLLM, one_hash=True)
+    keys = [event.extra_keys for event in told(single, chain_of(6))]
+    image = PROMPTS[6].blocks[1].extra_keys
+    assert image is not None
+    assert keys == [[None], [[[*image[0]]]], *[[None]] * 6]
+
+
+def test_sglang_spells_the_tiers_its_own_way() -> None:
+    said = [raw(DIALECTS["sglang"], chain_of(0, medium))[1][0]["medium"] for medium in MEDIA[:4]]
+    assert said == ["GPU", "CPU_PINNED", "DISK", "EXTERNAL"]
+
+
+def test_extra_keys_are_as_given_plain_or_left_out() -> None:
+    odd = {name: getattr(told(dialect, chain_of(8))[0], "extra_keys", None) for name, dialect in DIALECTS.items()}
+    assert odd["vllm"] == odd["vllm-array"] != odd["dynamo"] == odd["llm-d"]
+    assert odd["vllm-router"] is odd["mooncake"] is odd["aibrix"] is odd["sglang"] is None
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+def test_only_vllm_has_a_place_for_the_publisher_id(dialect: Dialect) -> None:
+    batch = raw(dialect, publisher_id=PUBLISHER)
+    assert batch == [1.5, [], 3, *([PUBLISHER] if dialect is VLLM else [])]
+
+
+def test_a_batch_that_is_too_big_is_refused() -> None:
+    huge = msgspec.structs.replace(chain_of(), extra_keys=["x" * MAX_PAYLOAD_BYTES, *[None] * 7])
+    with pytest.raises(WireError, match="payload"):
+        encode(VLLM, (huge,), 1.5, 0)
+    assert told(DIALECTS["mooncake"], huge)
+
+
+def test_dialects_of_the_same_bytes_have_the_same_key() -> None:
+    other = msgspec.structs.replace(VLLM, name="mine", readers="me")
+    assert encoding_key(other) == encoding_key(VLLM)
+    assert hash(encoding_key(other)) == hash(encoding_key(VLLM))
+    assert len({encoding_key(dialect) for dialect in EVERY}) == len(EVERY)
+
+
+@pytest.mark.parametrize("field", [name for name in Dialect.__struct_fields__ if name not in ("name", "readers")])
+def test_every_other_word_of_a_declaration_is_in_the_key(field: str) -> None:
+    changed = msgspec.structs.replace(VLLM, **{field: "another"})
+    assert encoding_key(changed) != encoding_key(VLLM)
+
+
+def test_batches_are_split_before_any_dialect_is_known() -> None:
+    said = (chain_of(), Cleared(), chain_of(0, "TAPE"))
+    assert list(in_batches(said)) == [said]
