@@ -7,6 +7,7 @@ up the edge. So a receive first tries, and only waits when there is nothing; and
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 
@@ -21,12 +22,20 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 class Receiver:
     """The one reader of a socket. `recv` may be cancelled at any time: a message is taken in one step or not."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], wake: Callable[[], None] | None = None) -> None:
+        """wake: called when there may be a message, for those who `drain` several sockets."""
         self._socket = socket
         self._ready = asyncio.Event()
+        self._ready.set()
+        self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
-        self._loop.add_reader(self._fd, self._ready.set)
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    def _on_readable(self) -> None:
+        self._ready.set()
+        if self._wake is not None:
+            self._wake()
 
     def __enter__(self) -> Receiver:
         return self
@@ -46,6 +55,20 @@ class Receiver:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
+
+    @property
+    def readable(self) -> bool:
+        """Whether there may be a message. Now and then look without: see above."""
+        return self._ready.is_set()
+
+    def drain(self, limit: int) -> Iterator[list[bytes]]:
+        """What there is, up to `limit` messages."""
+        self._ready.clear()
+        for _ in range(limit):
+            if (frames := self.recv_nowait()) is None:
+                return
+            yield frames
+        self._ready.set()
 
     async def recv(self) -> list[bytes]:
         """The next message. Waits as long as it takes."""

@@ -3,24 +3,29 @@
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import count
 
 import pytest
 import zmq
+from core.publishers import ModelPublisher, stored
 
-from kvevents_service.core.journal import Journal, JournalLimits
-from kvevents_service.core.metadata import Cleared
 from kvevents_service.errors import ConfigError
-from kvevents_service.service.publisher import Publisher
-from kvevents_service.service.replayer import Replayer
 from kvevents_service.sockets import Receiver, bind
-from kvevents_service.subscriber import Batch, Gap, HoldLimits, Item, Restart, Subscriber, Timing, Undecodable
+from kvevents_service.subscriber import (
+    Batch,
+    Gap,
+    HoldLimits,
+    Item,
+    Restart,
+    Resync,
+    Subscriber,
+    Timing,
+    Undecodable,
+)
 from kvevents_service.wire.codec import encode_batch
-from kvevents_service.wire.events import EventBatch
-from kvevents_service.wire.frames import REPLAY_END, live_frames, replay_reply
+from kvevents_service.wire.events import Event, EventBatch
+from kvevents_service.wire.frames import REPLAY_END, live_frames, parse_replay_request, replay_reply
 
 DEADLINE_S = 20
 EMPTY = encode_batch(EventBatch(1.0, [], 0))
@@ -28,37 +33,44 @@ QUICK = Timing(stall_s=0.1, settle_s=0.02)
 
 
 class Peer:
-    """A publisher on XPUB, which tells when a subscriber is there, and its replayer."""
+    """A publisher on XPUB, which tells when a subscriber is there, and its replay endpoint."""
 
-    def __init__(self, context: zmq.Context, ports: tuple[str, str] = ("0", "0"), retained: int = 100) -> None:
+    def __init__(self, context: zmq.Context, ports: tuple[str, str] = ("0", "0"), **shape: object) -> None:
         self.xpub, self.router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
-        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.endpoint = bind(self.xpub, f"tcp://127.0.0.1:{ports[0]}", "pub")
         self.replay = bind(self.router, f"tcp://127.0.0.1:{ports[1]}", "replay")
-        self.journal = Journal(JournalLimits(retained_batches=retained))
-        ticks = count(int(ports[0]))  # so that the lives of a publisher differ in what they send
-        self.publisher = Publisher(
-            self.journal, self.xpub, topic="kv", dp_rank=0, numbers=None, wall_clock=lambda: float(next(ticks))
-        )
-        self.replayer = Replayer(self.journal, self.router, topic="kv", clock=time.monotonic)
+        self.model = ModelPublisher(**shape)
 
     @property
     def ports(self) -> tuple[str, str]:
         return self.endpoint.rpartition(":")[2], self.replay.rpartition(":")[2]
 
-    def send(self, batches: int) -> None:
+    def send(self, batches: int, *events: Event) -> None:
         for _ in range(batches):
-            self.publisher.publish((Cleared(),))
-        self.publisher.send_pending()
+            self.xpub.send_multipart(live_frames(*self.model.publish(*(events or (stored(self.model.next_seq),)))))
 
     def lose(self, batches: int) -> None:
         """Batches that are retained but never arrive."""
         for _ in range(batches):
-            self.journal.retain(self.journal.append((), 1.0), EMPTY)
-            self.journal.take_pending()
+            self.model.publish(stored(self.model.next_seq))
 
     async def subscribed(self) -> None:
         await received(self.xpub)
+
+    async def answer(self) -> None:
+        with Receiver(self.router) as receiver:
+            while True:
+                identity, *request = await receiver.recv()
+                if request[-1] == b"snapshot":
+                    self.router.send_multipart([identity, b"", *self.snapshot()])
+                    continue
+                for frame in self.model.reply(parse_replay_request(request)):
+                    self.router.send_multipart([identity, *replay_reply(*frame)])
+                self.router.send_multipart([identity, *REPLAY_END])
+
+    def snapshot(self) -> list[bytes]:
+        snapshot = self.model.snapshot()
+        return [snapshot.seq.to_bytes(8, "big", signed=True), snapshot.publisher_id, *snapshot.payloads]
 
 
 @asynccontextmanager
@@ -66,7 +78,7 @@ async def peer(**options: object) -> AsyncIterator[Peer]:
     context = zmq.Context()
     try:
         made = Peer(context, **options)
-        answering = asyncio.create_task(made.replayer.run())
+        answering = asyncio.create_task(made.answer())
         try:
             yield made
         finally:
@@ -110,7 +122,13 @@ async def take(subscriber: Subscriber, items: int) -> list[Item]:
 async def briefly(subscriber: Subscriber, items: int) -> list[object]:
     """Numbers of batches ("r5": by replay), the other items as they are."""
     taken = await take(subscriber, items)
-    return [(f"r{item.seq}" if item.replayed else item.seq) if isinstance(item, Batch) else item for item in taken]
+    return [plain(item) for item in taken]
+
+
+def plain(item: Item) -> object:
+    if isinstance(item, Batch):
+        return f"r{item.seq}" if item.replayed else item.seq
+    return item._replace(source=None) if isinstance(item, Gap | Restart | Resync) else item
 
 
 class TestWithoutReplay:
@@ -129,7 +147,7 @@ class TestWithoutReplay:
             (item,) = await take(subscriber, 1)
         assert isinstance(item, Batch)
         assert (item.topic, item.seq, item.skipped, item.replayed) == (b"kv", 0, (), False)
-        assert [type(event).__name__ for event in item.batch.events] == ["AllBlocksCleared"]
+        assert [type(event).__name__ for event in item.batch.events] == ["BlockStored"]
 
     async def test_a_gap(self, publisher: Peer) -> None:
         async with Subscriber(publisher.endpoint) as subscriber:
@@ -160,7 +178,7 @@ class TestReplay:
             assert subscriber.stats()["restarts"] == 0
 
     async def test_what_is_no_longer_retained_is_missing(self) -> None:
-        async with peer(retained=2) as publisher:
+        async with peer(retained=2, snapshots=False) as publisher:
             publisher.send(5)
             async with Subscriber(publisher.endpoint, replay=publisher.replay) as subscriber:
                 assert await briefly(subscriber, 3) == [Gap(0, 3), "r3", "r4"]
@@ -211,7 +229,7 @@ class TestReplay:
             answering = asyncio.create_task(answer(router, identity, times))
             assert await briefly(subscriber, 3) == ["r0", Gap(1, 3), 3]
             answering.cancel()
-            assert subscriber.stats()["replays_given_up"] == 1
+            assert subscriber.stats()["replays_given_up"] == 2
 
     async def test_a_slow_answer_is_not_given_up_while_it_goes_on(self, publisher: Peer, bound) -> None:
         router, slow = bound(zmq.ROUTER)
@@ -359,7 +377,7 @@ class TestWaiting:
         ):
             await publisher.subscribed()
             while len(seqs) < 2000:
-                if publisher.journal.next_seq < 2000:
+                if publisher.model.next_seq < 2000:
                     publisher.send(5)
                 for _ in range(5):
                     try:
@@ -407,7 +425,7 @@ class TestEndpoints:
     @pytest.mark.parametrize(("host", "local"), [("*", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")])
     async def test_a_wildcard_is_this_machine(self, host: str, local: str) -> None:
         async with Subscriber(f"tcp://{host}:9") as subscriber:
-            assert subscriber.endpoint == f"tcp://{local}:9"
+            assert subscriber.sources[0].endpoint == f"tcp://{local}:9"
 
     async def test_ipv6(self, bound) -> None:
         try:

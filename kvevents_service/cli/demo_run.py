@@ -20,7 +20,7 @@ from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout
 from kvevents_service.engine.request import EngineCounts
 from kvevents_service.errors import SidecarGone
-from kvevents_service.subscriber import Batch, Gap, Item, Restart, Subscriber, Undecodable
+from kvevents_service.subscriber import Batch, Gap, Item, Restart, Resync, Subscriber, Undecodable
 from kvevents_service.wire.control import Inspected
 
 MAX_RESTARTS = 5
@@ -100,6 +100,8 @@ class Follower:
             case Restart():
                 self.fold.forget()
                 self.next_seq = 0
+            case Resync():
+                self.fold.forget()
             case Undecodable():
                 self.undecodable += 1
 

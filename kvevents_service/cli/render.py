@@ -10,7 +10,7 @@ import json
 from datetime import datetime, tzinfo
 from typing import Final, NamedTuple, Protocol
 
-from kvevents_service.subscriber import Gap, Restart, Undecodable
+from kvevents_service.subscriber import Back, Gap, Restart, Resync, Stale, Undecodable
 from kvevents_service.wire.codec import Skipped
 from kvevents_service.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from kvevents_service.wire.jsonform import Json, event_to_json, to_plain
@@ -56,6 +56,9 @@ class Lines(Protocol):
     def skipped(self, origin: Origin, skipped: Skipped) -> str: ...
     def gap(self, gap: Gap) -> str: ...
     def restart(self, restart: Restart) -> str: ...
+    def resync(self, resync: Resync) -> str: ...
+    def stale(self, stale: Stale) -> str: ...
+    def back(self, back: Back) -> str: ...
     def undecodable(self, message: Undecodable) -> str: ...
     def replay_end(self) -> str: ...
     def invalid(self, invalid: Invalid) -> str | None: ...
@@ -82,11 +85,24 @@ class HumanLines:
 
     def gap(self, gap: Gap) -> str:
         missing = gap.got - gap.expected
+        if not missing:
+            return self._paint(RED, f"gap: the state told before #{gap.got} is not whole")
         which = f"{gap.expected}..{gap.got - 1}" if missing > 1 else f"{gap.expected}"
         return self._paint(RED, f"gap: {plural(missing, 'batch', 'batches')} missing ({which})")
 
     def restart(self, restart: Restart) -> str:
         return self._paint(RED, f"restart: the publisher began anew (#{restart.last}, then #{restart.seq})")
+
+    def resync(self, resync: Resync) -> str:
+        return self._paint(
+            YELLOW, f"resync: the whole state comes anew (#{resync.got}, expected #{resync.expected})"
+        )
+
+    def stale(self, stale: Stale) -> str:
+        return self._paint(RED, f"stale: nothing came for {stale.silent_s:.1f} s")
+
+    def back(self, back: Back) -> str:
+        return self._paint(DIM, "back: messages come again")
 
     def undecodable(self, message: Undecodable) -> str:
         number = "" if message.seq is None else f" #{message.seq}"
@@ -146,10 +162,19 @@ class JsonLines:
         return _dump({**_origin(origin), "type": "Skipped", **what})
 
     def gap(self, gap: Gap) -> str:
-        return _dump({"type": "Gap", **gap._asdict()})
+        return _dump({"type": "Gap", "expected": gap.expected, "got": gap.got})
 
     def restart(self, restart: Restart) -> str:
-        return _dump({"type": "Restart", **restart._asdict()})
+        return _dump({"type": "Restart", "last": restart.last, "seq": restart.seq})
+
+    def resync(self, resync: Resync) -> str:
+        return _dump({"type": "Resync", "expected": resync.expected, "got": resync.got})
+
+    def stale(self, stale: Stale) -> str:
+        return _dump({"type": "Stale", "silent_s": stale.silent_s})
+
+    def back(self, back: Back) -> str:
+        return _dump({"type": "Back"})
 
     def undecodable(self, message: Undecodable) -> str:
         where: dict[str, Json] = {"seq": message.seq, "topic": topic_text(message.topic)}

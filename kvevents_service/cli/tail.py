@@ -18,7 +18,7 @@ import msgspec
 from kvevents_service.cli.render import HumanLines, Invalid, JsonLines, Lines, Look, Origin, escape, topic_text
 from kvevents_service.cli.terminal import chat, discard_stdout, until_reader_leaves, wants_color, write
 from kvevents_service.errors import ConfigError, WireError
-from kvevents_service.subscriber import Batch, Gap, Item, Restart, Subscriber, Undecodable
+from kvevents_service.subscriber import Back, Batch, Gap, Item, Restart, Resync, Stale, Subscriber, Undecodable
 from kvevents_service.wire.codec import Decoded, Skipped, decode_batch
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents_service.wire.media import canonical_medium
@@ -63,6 +63,12 @@ class Printer:
                 self._write(self.lines.gap(item))
             case Restart():
                 self._write(self.lines.restart(item))
+            case Resync():
+                self._write(self.lines.resync(item))
+            case Stale():
+                self._write(self.lines.stale(item))
+            case Back():
+                self._write(self.lines.back(item))
             case Undecodable():
                 self._write(self.lines.undecodable(item))
 
@@ -160,7 +166,7 @@ async def follow(subscriber: Subscriber, printer: Printer, wait_s: float | None)
     """Print what comes, until `wait_s` seconds without a message or the reader of stdout has gone."""
     seen = False
     async with subscriber:
-        chat(f"following {subscriber.endpoint}")
+        chat(f"following {subscriber.sources[0].endpoint}")
         try:
             with until_reader_leaves():
                 while True:
@@ -177,7 +183,7 @@ async def follow(subscriber: Subscriber, printer: Printer, wait_s: float | None)
 
 
 def _first(subscriber: Subscriber) -> bool:
-    if subscriber.joined_at and subscriber.replay_endpoint is None:
+    if subscriber.joined_at and subscriber.sources[0].replay is None:
         chat(f"joined at #{subscriber.joined_at}: what was before is not shown (--replay asks for it)")
     return True
 
@@ -185,9 +191,10 @@ def _first(subscriber: Subscriber) -> bool:
 def silence(subscriber: Subscriber) -> str:
     """What to look at when nothing came."""
     seen = ", ".join(repr(topic_text(topic)) for topic in subscriber.topics_seen) or "none"
-    topic = repr(topic_text(subscriber.topic)) if subscriber.topic else "(all)"
+    source = subscriber.sources[0]
+    topic = repr(topic_text(source.topic.encode())) if source.topic else "(all)"
     state = "connected" if subscriber.connected else "not connected"
-    return f"{state} to {subscriber.endpoint}, 0 messages, subscribed to topic {topic}, topics seen: {seen}"
+    return f"{state} to {source.endpoint}, 0 messages, subscribed to topic {topic}, topics seen: {seen}"
 
 
 def read(recording: IO[str], printer: Printer, topic: bytes) -> int:

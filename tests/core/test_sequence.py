@@ -115,6 +115,7 @@ class TestStart:
 
     def test_nobody_answers(self) -> None:
         sequence = started()
+        assert sequence.give_up() == [Ask(0)]
         assert sequence.give_up() == []
         assert brief(live(sequence, 0, 1)) == [0, 1]
 
@@ -134,6 +135,7 @@ class TestGap:
     def test_a_replay_given_up(self) -> None:
         sequence = steady(1)
         live(sequence, 4, 7)
+        assert sequence.give_up() == [Ask(2)]
         assert brief(sequence.give_up()) == [Gap(2, 4), 4, Gap(5, 7), 7]
 
     def test_a_hole_that_came_later_is_asked_for_as_well(self) -> None:
@@ -144,12 +146,14 @@ class TestGap:
     def test_the_hold_is_bounded_by_count(self) -> None:
         sequence = started(batches=2)
         live(sequence, 0, 1, 2, 3)
+        sequence.give_up()
         assert brief(sequence.give_up()) == [Gap(0, 2), 2, 3]
         assert sequence.stats() == {"duplicates": 0, "held_dropped": 2, "held": 0, "held_bytes": 0}
 
     def test_the_hold_is_bounded_by_bytes_but_keeps_the_newest(self) -> None:
         sequence = started(payload_bytes=1)
         live(sequence, 0, 1)
+        sequence.give_up()
         assert brief(sequence.give_up()) == [Gap(0, 1), 1]
 
 
