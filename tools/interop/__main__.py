@@ -17,8 +17,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import doubles
 from consumer import Kind
 from dynamo import Dynamo
+from prefix_index import Ours
 from scenarios import SCENARIOS, Scenario
 from stage import Line, Stage
 from vllm_router import VllmRouter
@@ -28,11 +30,14 @@ def kinds(home: Path) -> list[Kind]:
     return [
         Kind("dynamo 1.6.1", True, "dynamo", partial(Dynamo, home / "dynamo")),
         Kind("vllm-router 0.1.17", True, "vllm-router", partial(VllmRouter, home / "vllm-router")),
+        Kind("kvevents PrefixIndex", True, "vllm", Ours),
+        *doubles.kinds(),
     ]
 
 
 def play(scenario: Scenario, asked: Sequence[Kind], directory: Path) -> Iterator[Line]:
     """Play it once with all consumers subscribed at the same time."""
+    asked = [kind for kind in asked if kind.replays or not scenario.recovery]
     stage = Stage(directory, asked, retained=scenario.retained)
     wrong: dict[str, str] = {}
     points = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from truth import Reach
+from truth import Held
 
 from kvevents_service.testing import Chain
 
@@ -32,8 +32,8 @@ class Consumer(ABC):
         """Tokens of this prompt that it believes are held, in its own terms."""
 
     @abstractmethod
-    def expect(self, truth: Reach) -> Answer:
-        """What `ask` should return if the consumer knows everything."""
+    def expect(self, chain: Chain, held: Held) -> Answer:
+        """What `ask` should return if the consumer knows what is held."""
 
     @abstractmethod
     def close(self) -> None:
@@ -45,9 +45,15 @@ class Consumer(ABC):
 
 
 class Kind(NamedTuple):
-    """A consumer that can be started: `start(endpoints, directory)`."""
+    """A consumer that can be started: `start(endpoints, directory)`.
+
+    real: a released program, not one of our doubles. replays: it asks for what it missed; the others cannot recover
+    before the next clear, so that losses and late joins are not asked of them.
+    """
 
     name: str
     real: bool
     dialect: str
     start: Callable[[Endpoints, Path], Consumer]
+    topic: str = ""
+    replays: bool = True

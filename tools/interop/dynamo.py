@@ -11,7 +11,7 @@ from pathlib import Path
 
 from consumer import BLOCK_SIZE, MODEL, Answer, Consumer, Endpoints
 from processes import Child, answers, ask, free_port
-from truth import Reach
+from truth import Held, run
 
 from kvevents_service.testing import Chain
 
@@ -53,9 +53,10 @@ class Dynamo(Consumer):
         answer = ask(self._port, "POST", "/query", body)["instances"].get(str(INSTANCE), {})
         return tuple(answer.get(tier, 0) for tier in ("gpu", "cpu", "disk"))
 
-    def expect(self, truth: Reach) -> Answer:
-        cpu = truth.gpu + truth.then_cpu
-        return (truth.gpu, cpu, cpu + truth.cpu_then_storage)
+    def expect(self, chain: Chain, held: Held) -> Answer:
+        gpu = run(chain, held, "GPU")
+        cpu = gpu + run(chain, held, "CPU", start=gpu)
+        return (gpu, cpu, cpu + run(chain, held, "STORAGE", start=cpu))
 
     def note(self) -> str:
         lines = self._child.log.read_text(errors="replace").splitlines()

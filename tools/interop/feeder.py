@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from random import Random
+from random import randbytes
 
 from consumer import BLOCK_SIZE
 from truth import NAME_BYTES, Held
 
 from kvevents_service.engine.client import OffloadClient, Timeouts
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
-from kvevents_service.testing import Chain, make_chain
+from kvevents_service.testing import Chain
 from kvevents_service.wire.control import GroupSpec, Inspected, Memory
 
 BLOCKS, LAYERS, LAYER_BYTES = 256, 2, 64
@@ -22,10 +22,9 @@ PATIENT = Timeouts(lookup_s=5.0, send_s=1.0, redial_s=0.02)
 class Feeder:
     """Offers chains of blocks, one step a chain, and waits for the copies."""
 
-    def __init__(self, engine_socket: str, seed: int = 7) -> None:
-        self._random = Random(seed)
+    def __init__(self, engine_socket: str) -> None:
         self._memory = SharedMemory.create(BLOCKS * BYTES_PER_BLOCK)
-        self._memory.map[:] = self._random.randbytes(BLOCKS * BYTES_PER_BLOCK)
+        self._memory.map[:] = randbytes(BLOCKS * BYTES_PER_BLOCK)
         layout = EngineLayout(
             "interop",
             "interop",
@@ -35,10 +34,6 @@ class Feeder:
             [self._memory.fd],
         )
         self.client = OffloadClient(engine_socket, layout, PATIENT)
-
-    def new_prompt(self, blocks: int) -> Chain:
-        """Blocks of random tokens. No two prompts share one."""
-        return make_chain([self._random.randrange(100_000) for _ in range(blocks * BLOCK_SIZE)], BLOCK_SIZE)
 
     def store(self, chain: Chain) -> int:
         """Offer these blocks and wait; returns how many were copied. TimeoutError if the copies do not end."""

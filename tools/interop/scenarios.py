@@ -19,11 +19,12 @@ Play = Callable[[Stage], Iterator[Wrong]]
 
 
 class Scenario(NamedTuple):
-    """`play` yields what is wrong at each point where consumers are asked."""
+    """`play` yields what is wrong at each point where consumers are asked. recovery: of those only that replay."""
 
     name: str
     play: Play
     retained: int = 10_000
+    recovery: bool = False
 
 
 def live(stage: Stage) -> Iterator[Wrong]:
@@ -125,13 +126,58 @@ def reset(stage: Stage) -> Iterator[Wrong]:
     yield stage.check()
 
 
+def tiers(stage: Stage) -> Iterator[Wrong]:
+    """GPU, CPU and STORAGE in one stream: prompts on one of them, on several, and moving down."""
+    stage.tiers.publish(list)
+    stage.join()
+    _fill(stage)
+    yield stage.check()
+    for prompt in stage.prompts:
+        stage.tiers.remove("GPU", prompt, 3, 6)
+    yield stage.check()
+    for prompt in stage.prompts:
+        stage.tiers.remove("GPU", prompt, 0, 3)
+    yield stage.check()
+    for prompt in stage.prompts[::2]:
+        stage.tiers.store("GPU", prompt, 0, 4)
+    yield stage.check()
+
+
+def tiers_late(stage: Stage) -> Iterator[Wrong]:
+    """The same, joined late, above a million, with nothing kept of what filled the tiers."""
+    stage.sidecar.preset(MILLION)
+    _fill(stage)
+    for prompt in stage.prompts[::2]:
+        stage.tiers.remove("GPU", prompt, 2, 6)
+    for _ in range(RETAINED):
+        stage.tiers.publish(list)
+    stage.join()
+    yield stage.check()
+    for prompt in stage.prompts[1::2]:
+        stage.tiers.remove("GPU", prompt, 2, 6)
+    yield stage.check()
+
+
+def _fill(stage: Stage) -> None:
+    """Every prompt is on the GPU; they reach further on CPU, on STORAGE, on both, or on neither."""
+    for number in range(12):
+        prompt = stage.new_prompt(12)
+        stage.tiers.store("GPU", prompt, 0, 6)
+        if number % 2:
+            stage.tiers.store("CPU", prompt, 0, 9)
+        if number % 3:
+            stage.tiers.store("STORAGE", prompt, 0, 12)
+
+
 SCENARIOS = (
     Scenario("live", live),
-    Scenario("late join above a million, buffer wrapped", late_join, RETAINED),
-    Scenario("lost messages, still kept", lost_kept),
-    Scenario("lost messages, no longer kept", lost_gone, RETAINED),
-    Scenario("kill -9 and restart", killed),
-    Scenario("kill -9 and restart, first messages lost", killed_unseen),
-    Scenario("clean stop and restart", stopped),
+    Scenario("late join above a million, buffer wrapped", late_join, RETAINED, recovery=True),
+    Scenario("lost messages, still kept", lost_kept, recovery=True),
+    Scenario("lost messages, no longer kept", lost_gone, RETAINED, recovery=True),
+    Scenario("kill -9 and restart", killed, recovery=True),
+    Scenario("kill -9 and restart, first messages lost", killed_unseen, recovery=True),
+    Scenario("clean stop and restart", stopped, recovery=True),
     Scenario("tier reset", reset),
+    Scenario("GPU, CPU and STORAGE", tiers),
+    Scenario("GPU, CPU and STORAGE, late join above a million", tiers_late, RETAINED, recovery=True),
 )

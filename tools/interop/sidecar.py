@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from consumer import Endpoints
@@ -15,28 +15,31 @@ STATE_FILE = "next-seq"
 
 
 class Sidecar:
-    """The settings stay the same over restarts: ports, sockets and the state directory."""
+    """The settings stay the same over restarts: ports, sockets and the state directory.
 
-    def __init__(self, directory: Path, dialects: Iterable[str], *, blocks: int, retained: int = 10_000) -> None:
+    topics: dialect -> topic of its output.
+    """
+
+    def __init__(self, directory: Path, topics: Mapping[str, str], *, blocks: int, retained: int) -> None:
         self.directory = directory
         self.engine_socket = str(directory / "engine.sock")
-        one = Endpoints(loopback(free_port()), loopback(free_port()))
-        self.outputs = dict.fromkeys(dialects, one)
-        self._config = directory / "serve.toml"
+        self.outputs = {name: Endpoints(loopback(free_port()), loopback(free_port())) for name in topics}
+        self.config = directory / "serve.toml"
         self._state = directory / "state"
-        self._config.write_text(self._toml(blocks, retained))
+        self.config.write_text(self._toml(topics, blocks, retained))
         self._child: Child | None = None
 
-    def _toml(self, blocks: int, retained: int) -> str:
+    def _toml(self, topics: Mapping[str, str], blocks: int, retained: int) -> str:
         lines = [
             f'engine_socket = "{self.engine_socket}"',
             f"host_bytes = {blocks * BYTES_PER_BLOCK}",
             f'state_dir = "{self._state}"',
             f"retained_batches = {retained}",
         ]
-        for dialect, (pub, replay) in self.outputs.items():
-            lines += [f'pub = "{pub}"', f'replay = "{replay}"']
-            break
+        for dialect, topic in topics.items():
+            pub, replay = self.outputs[dialect]
+            lines += ["[[outputs]]", f'pub = "{pub}"', f'replay = "{replay}"']
+            lines += [f'dialect = "{dialect}"', f'topic = "{topic}"']
         return "\n".join(lines) + "\n"
 
     def preset(self, next_seq: int) -> None:
@@ -45,7 +48,7 @@ class Sidecar:
         (self._state / STATE_FILE).write_text(f"{next_seq}\n")
 
     def start(self) -> None:
-        arguments: list[str | Path] = [sys.executable, "-m", "kvevents_service", "serve", "--config", self._config]
+        arguments: list[str | Path] = [sys.executable, "-m", "kvevents_service", "serve", "--config", self.config]
         log = self.directory / "sidecar.log"
         said = log.stat().st_size if log.exists() else 0
         child = Child(arguments, log, os.environ)

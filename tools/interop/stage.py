@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import zmq
-from consumer import Answer, Consumer, Endpoints, Kind
+from consumer import BLOCK_SIZE, Answer, Consumer, Endpoints, Kind
 from feeder import Feeder
 from lossy import LossyNetwork
 from sidecar import Sidecar
-from truth import Held, reach
+from tiers import TierPublisher
+from truth import Held
 
-from kvevents_service.testing import Chain
+from kvevents_service.config import load_config
+from kvevents_service.testing import Chain, make_chain
 
+SEED = 7
 CHECK_S = 15.0
 STEADY_S = 1.0
 POLL_S = 0.2
@@ -46,14 +50,15 @@ class Stage:
     def __init__(self, directory: Path, kinds: Sequence[Kind], *, blocks: int = 64, retained: int = 10_000) -> None:
         self.directory = directory
         self.kinds = kinds
-        self.sidecar = Sidecar(
-            directory, dict.fromkeys(kind.dialect for kind in kinds), blocks=blocks, retained=retained
-        )
+        topics = {kind.dialect: kind.topic for kind in kinds}
+        self.sidecar = Sidecar(directory, topics, blocks=blocks, retained=retained)
+        self._random = Random(SEED)
         self.prompts: list[Chain] = []
         self.joined: list[Joined] = []
         self.failed: dict[str, str] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._feeder: Feeder | None = None
+        self._tiers: TierPublisher | None = None
 
     @property
     def feeder(self) -> Feeder:
@@ -61,12 +66,23 @@ class Stage:
             self._feeder = Feeder(self.sidecar.engine_socket)
         return self._feeder
 
+    @property
+    def tiers(self) -> TierPublisher:
+        """In the sidecar's place, with its settings."""
+        if self._tiers is None:
+            self._tiers = TierPublisher(load_config(self.sidecar.config, {}))
+        return self._tiers
+
+    def new_prompt(self, blocks: int) -> Chain:
+        """Blocks of random tokens, asked for from now on. No two prompts share one."""
+        tokens = [self._random.randrange(1, 100_000) for _ in range(blocks * BLOCK_SIZE)]
+        self.prompts.append(make_chain(tokens, BLOCK_SIZE))
+        return self.prompts[-1]
+
     def feed(self, prompts: int, blocks: int = 6) -> None:
         """Store new prompts, one step and so one batch each."""
         for _ in range(prompts):
-            prompt = self.feeder.new_prompt(blocks)
-            self.feeder.store(prompt)
-            self.prompts.append(prompt)
+            self.feeder.store(self.new_prompt(blocks))
 
     def join(self) -> None:
         """Every consumer starts and subscribes. One that cannot is not ok; the others go on."""
@@ -95,21 +111,19 @@ class Stage:
 
     # the check
 
-    def check(self, held: Callable[[], Held] | None = None) -> dict[str, str]:
-        """Ask every consumer for every prompt; returns what is wrong, by consumer. Waits until all is right."""
-        truth = (held or self.feeder.held)()
-        return {joined.kind.name: self._wrong(joined, truth) for joined in self.joined}
+    def check(self) -> dict[str, str]:
+        """Ask every consumer for every prompt until all answers are right and stay right, or for CHECK_S.
 
-    def _wrong(self, joined: Joined, held: Held) -> str:
-        """Empty once every answer is right and stays right."""
+        Returns what is wrong at the end, by consumer.
+        """
+        held = self.feeder.held() if self._tiers is None else self._tiers.held()
         deadline, right_since = time.monotonic() + CHECK_S, None
         while True:
-            wrong = self._compare(joined.consumer, held)
+            wrong = {joined.kind.name: self._compare(joined.consumer, held) for joined in self.joined}
             now = time.monotonic()
-            right_since = None if wrong else right_since or now
-            if right_since is not None and now - right_since >= STEADY_S:
-                return ""
-            if now > deadline and wrong:
+            right_since = None if any(wrong.values()) else right_since or now
+            steady = right_since is not None and now - right_since >= STEADY_S
+            if steady or (now > deadline and right_since is None):
                 return wrong
             time.sleep(POLL_S)
 
@@ -120,7 +134,7 @@ class Stage:
                 said = consumer.ask(prompt)
             except (OSError, RuntimeError, KeyError) as error:
                 return f"no answer: {error!r}"
-            expected = consumer.expect(reach(prompt, held))
+            expected = consumer.expect(prompt, held)
             if said != expected:
                 wrong.append((number, said, expected))
         if not wrong:
@@ -135,5 +149,7 @@ class Stage:
             joined.network.close()
         if self._feeder is not None:
             self._feeder.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self.sidecar.stop()
         self._context.destroy(linger=0)

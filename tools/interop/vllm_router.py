@@ -17,7 +17,7 @@ from pathlib import Path
 
 from consumer import BLOCK_SIZE, MODEL, Answer, Consumer, Endpoints
 from processes import Child, answers, ask, free_port
-from truth import Reach
+from truth import Held, run
 
 from kvevents_service.testing import Chain
 
@@ -92,8 +92,9 @@ class VllmRouter(Consumer):
             log.seek(start)
             return ANSI.sub("", log.read().decode(errors="replace"))
 
-    def expect(self, truth: Reach) -> Answer:
-        return (truth.gpu + max(truth.then_cpu, truth.then_storage),)
+    def expect(self, chain: Chain, held: Held) -> Answer:
+        gpu = run(chain, held, "GPU")
+        return (gpu + max(run(chain, held, medium, start=gpu) for medium in ("CPU", "STORAGE")),)
 
     def note(self) -> str:
         lines = self._log(0).splitlines()
