@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import doubles
+import stand_ins
 from consumer import Kind
 from dynamo import Dynamo
 from prefix_index import Ours
@@ -31,14 +31,14 @@ def kinds(home: Path) -> list[Kind]:
         Kind("dynamo 1.6.1", True, "dynamo", partial(Dynamo, home / "dynamo")),
         Kind("vllm-router 0.1.17", True, "vllm-router", partial(VllmRouter, home / "vllm-router")),
         Kind("kvevents PrefixIndex", True, "vllm", Ours),
-        *doubles.kinds(),
+        *stand_ins.kinds(),
     ]
 
 
 def play(scenario: Scenario, asked: Sequence[Kind], directory: Path) -> Iterator[Line]:
     """Play it once with all consumers subscribed at the same time."""
     asked = [kind for kind in asked if kind.replays or not scenario.recovery]
-    stage = Stage(directory, asked, retained=scenario.retained)
+    stage = Stage(directory, asked, blocks=scenario.blocks, retained=scenario.retained)
     wrong: dict[str, str] = {}
     points = 0
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from itertools import islice
 from random import randbytes
 
 from consumer import BLOCK_SIZE
@@ -35,22 +37,24 @@ class Feeder:
         )
         self.client = OffloadClient(engine_socket, layout, PATIENT)
 
-    def store(self, chain: Chain) -> int:
-        """Offer these blocks and wait; returns how many were copied. TimeoutError if the copies do not end."""
+    def store(self, *chains: Chain) -> int:
+        """Offer these in one step and wait; returns how many blocks were copied. TimeoutError if none ends."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
-            step = self._offer(chain)
+            step = self._offer(chains)
             while step is not None and time.monotonic() < deadline:
                 for done in self.client.poll(0.2).steps:
                     if done.step_id == step:
                         return done.stored
         raise TimeoutError(f"the copies did not end: {self.client!r}: {self.client.last_error}")
 
-    def _offer(self, chain: Chain) -> int | None:
+    def _offer(self, chains: Sequence[Chain]) -> int | None:
         """The number of the step; None if the sidecar is away just now."""
         if not self.client.wait_connected(WAIT_S):
             return None
-        return self.client.step([chain.offer(range(len(chain.hashes)))], ["r"])
+        places = iter(range(BLOCKS))
+        offers = [chain.offer(islice(places, len(chain.hashes))) for chain in chains]
+        return self.client.step(offers, ["r"])
 
     def inspect(self) -> Inspected:
         inspected = self.client.inspect(residents=True)

@@ -13,17 +13,26 @@ from stage import Stage
 MILLION = 1_000_000
 RETAINED = 8
 """So few batches are kept in the scenarios that are about what is no longer kept."""
+FEW = 2
+LARGE = 16_384
+"""Blocks: a state of this size comes in many batches."""
+MANY = 11_000
+"""More numbers than a replay spans."""
 
 Wrong = dict[str, str]
 Play = Callable[[Stage], Iterator[Wrong]]
 
 
 class Scenario(NamedTuple):
-    """`play` yields what is wrong at each point where consumers are asked. recovery: of those only that replay."""
+    """`play` yields what is wrong at each point where consumers are asked. recovery: of those only that replay.
+
+    retained: batches that the sidecar keeps. blocks: size of its tier.
+    """
 
     name: str
     play: Play
     retained: int = 10_000
+    blocks: int = 64
     recovery: bool = False
 
 
@@ -48,6 +57,16 @@ def late_join(stage: Stage) -> Iterator[Wrong]:
     yield stage.check()
 
 
+def late_join_large(stage: Stage) -> Iterator[Wrong]:
+    """The same with more blocks than one batch holds: the state comes in many parts."""
+    stage.sidecar.preset(MILLION)
+    stage.sidecar.start()
+    stage.fill(LARGE)
+    stage.join()
+    stage.feed(1)
+    yield stage.check()
+
+
 def lost_kept(stage: Stage) -> Iterator[Wrong]:
     """Messages are lost that are still kept for replay."""
     yield from _lost(stage, 5)
@@ -69,6 +88,20 @@ def _lost(stage: Stage, messages: int) -> Iterator[Wrong]:
     stage.feed(1)
     yield stage.check()
     stage.feed(3)
+    yield stage.check()
+
+
+def lost_large(stage: Stage) -> Iterator[Wrong]:
+    """More is lost than is kept, in fewer numbers than the whole state has parts."""
+    stage.sidecar.start()
+    stage.fill(LARGE)
+    stage.join()
+    stage.feed(1)
+    yield stage.check()
+    stage.lose(True)
+    stage.feed(FEW + 2)
+    stage.lose(False)
+    stage.feed(1)
     yield stage.check()
 
 
@@ -158,6 +191,36 @@ def tiers_late(stage: Stage) -> Iterator[Wrong]:
     yield stage.check()
 
 
+def tiers_lost(stage: Stage) -> Iterator[Wrong]:
+    """The same, and more is lost than is kept."""
+    stage.tiers.publish(list)
+    stage.join()
+    _fill(stage)
+    yield stage.check()
+    stage.lose(True)
+    for prompt in stage.prompts:
+        stage.tiers.remove("GPU", prompt, 4, 6)
+    stage.lose(False)
+    stage.tiers.publish(list)
+    yield stage.check()
+
+
+def second_reader(stage: Stage) -> Iterator[Wrong]:
+    """Readers from the start on, then MANY numbers, then one more of each: none may harm the others."""
+    stage.tiers.publish(list)
+    stage.join()
+    _fill(stage)
+    for _ in range(MANY):
+        stage.tiers.publish(list)
+    yield stage.check()
+    stage.join()
+    stage.tiers.publish(list)
+    yield stage.check()
+    for prompt in stage.prompts[::2]:
+        stage.tiers.remove("GPU", prompt, 2, 6)
+    yield stage.check()
+
+
 def _fill(stage: Stage) -> None:
     """Every prompt is on the GPU; they reach further on CPU, on STORAGE, on both, or on neither."""
     for number in range(12):
@@ -172,12 +235,16 @@ def _fill(stage: Stage) -> None:
 SCENARIOS = (
     Scenario("live", live),
     Scenario("late join above a million, buffer wrapped", late_join, RETAINED, recovery=True),
+    Scenario("late join above a million, 16,384 blocks", late_join_large, RETAINED, 2 * LARGE, recovery=True),
     Scenario("lost messages, still kept", lost_kept, recovery=True),
     Scenario("lost messages, no longer kept", lost_gone, RETAINED, recovery=True),
+    Scenario("lost messages, no longer kept, 16,384 blocks", lost_large, FEW, 2 * LARGE, recovery=True),
     Scenario("kill -9 and restart", killed, recovery=True),
     Scenario("kill -9 and restart, first messages lost", killed_unseen, recovery=True),
     Scenario("clean stop and restart", stopped, recovery=True),
     Scenario("tier reset", reset),
     Scenario("GPU, CPU and STORAGE", tiers),
     Scenario("GPU, CPU and STORAGE, late join above a million", tiers_late, RETAINED, recovery=True),
+    Scenario("GPU, CPU and STORAGE, lost messages, no longer kept", tiers_lost, RETAINED, recovery=True),
+    Scenario("a second reader of each kind, after 11,000 numbers", second_reader, RETAINED, recovery=True),
 )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import zmq
 from consumer import BLOCK_SIZE, Answer, Consumer, Endpoints, Kind
-from feeder import Feeder
+from feeder import BLOCKS, Feeder
 from lossy import LossyNetwork
 from sidecar import Sidecar
 from tiers import TierPublisher
@@ -20,6 +20,7 @@ from kvevents_service.config import load_config
 from kvevents_service.testing import Chain, make_chain
 
 SEED = 7
+STEP_BLOCKS = BLOCKS
 CHECK_S = 15.0
 STEADY_S = 1.0
 POLL_S = 0.2
@@ -73,16 +74,24 @@ class Stage:
             self._tiers = TierPublisher(load_config(self.sidecar.config, {}))
         return self._tiers
 
-    def new_prompt(self, blocks: int) -> Chain:
-        """Blocks of random tokens, asked for from now on. No two prompts share one."""
+    def new_prompt(self, blocks: int, *, asked: bool = True) -> Chain:
+        """Blocks of random tokens. No two prompts share one. asked: `check` asks for it from now on."""
         tokens = [self._random.randrange(1, 100_000) for _ in range(blocks * BLOCK_SIZE)]
-        self.prompts.append(make_chain(tokens, BLOCK_SIZE))
-        return self.prompts[-1]
+        prompt = make_chain(tokens, BLOCK_SIZE)
+        if asked:
+            self.prompts.append(prompt)
+        return prompt
 
     def feed(self, prompts: int, blocks: int = 6) -> None:
         """Store new prompts, one step and so one batch each."""
         for _ in range(prompts):
             self.feeder.store(self.new_prompt(blocks))
+
+    def fill(self, blocks: int) -> None:
+        """Store so many blocks in full steps; one prompt of each step is asked for."""
+        for _ in range(blocks // STEP_BLOCKS):
+            rest = [self.new_prompt(8, asked=False) for _ in range(STEP_BLOCKS // 8 - 1)]
+            self.feeder.store(self.new_prompt(8), *rest)
 
     def join(self) -> None:
         """Every consumer starts and subscribes. One that cannot is not ok; the others go on."""
@@ -119,13 +128,20 @@ class Stage:
         held = self.feeder.held() if self._tiers is None else self._tiers.held()
         deadline, right_since = time.monotonic() + CHECK_S, None
         while True:
-            wrong = {joined.kind.name: self._compare(joined.consumer, held) for joined in self.joined}
+            wrong = self._compare_all(held)
             now = time.monotonic()
             right_since = None if any(wrong.values()) else right_since or now
             steady = right_since is not None and now - right_since >= STEADY_S
             if steady or (now > deadline and right_since is None):
                 return wrong
             time.sleep(POLL_S)
+
+    def _compare_all(self, held: Held) -> dict[str, str]:
+        wrong: dict[str, str] = {}
+        for joined in self.joined:
+            name = joined.kind.name
+            wrong[name] = wrong.get(name) or self._compare(joined.consumer, held)
+        return wrong
 
     def _compare(self, consumer: Consumer, held: Held) -> str:
         wrong: list[tuple[int, Answer, Answer]] = []
