@@ -24,6 +24,7 @@ from kvevents_service.cli.serve import GC_THRESHOLD
 from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.engine.offers import make_offer
+from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.wire.control import GroupSpec
 
@@ -119,7 +120,7 @@ def run_once(metas: list[BlockStoreMeta]) -> tuple[float, float]:
     """Blocks per second and bytes per block of one run."""
     with subscribed(BATCHES) as (socket, answers):
         journal = PacedJournal()
-        publisher = Publisher(journal, socket, topic="", dp_rank=0, numbers=None, wall_clock=time.time)
+        publisher = Publisher(journal, [Output(socket)], numbers=None, wall_clock=time.time)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             started = runner.run(produce(publisher, journal, metas))
         assert answers.poll(DEADLINE_MS / 1000), "no answer"

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from kvevents_service.errors import ConfigError
-from kvevents_service.sockets import is_local
+from kvevents_service.sockets import is_local, overlap
+from kvevents_service.topics import filled_in
+from kvevents_service.wire.dialects import DIALECTS
 
 DEFAULT_HOST_BYTES = 1 << 30
 SCHEMES = ("tcp://", "ipc://")
@@ -23,19 +25,47 @@ def default_engine_socket() -> str:
     return str(directory / "engine.sock")
 
 
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One table of `[[outputs]]`: endpoints to bind, and for whom. Names in {braces} of `topic`: see `topics`."""
+
+    pub: str
+    replay: str | None = None
+    snapshot: str | None = None
+    dialect: str = "vllm"
+    topic: str = ""
+    dp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        _expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
+        _expect(self.dp_rank >= 0, "dp_rank", "0 or a positive whole number")
+        takes_id = self.snapshot is None or DIALECTS[self.dialect].publisher_id
+        _expect(takes_id, "snapshot", "a dialect whose readers take a publisher id, as vllm")
+
+    def endpoints(self) -> dict[str, str]:
+        """What is bound, by the name of its setting."""
+        named = {"pub": self.pub, "replay": self.replay, "snapshot": self.snapshot}
+        return {setting: endpoint for setting, endpoint in named.items() if endpoint is not None}
+
+
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a sidecar is told. Every field is a key of the TOML file; the commonest are flags, too.
 
-    `host_bytes` is the size of the CPU tier. `pub` and `replay` are ZeroMQ endpoints to bind; port 0 takes a free
-    one. Addresses that other machines can reach need `allow_remote`: events carry prompt tokens.
+    `host_bytes` is the size of the CPU tier. `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0
+    takes a free one. Addresses that other machines can reach need `allow_remote`: events carry prompt tokens.
+    `pub` to `dp_rank` describe one output; `outputs` stand in their place. `labels` fill in topics.
     """
 
     engine_socket: str = msgspec.field(default_factory=default_engine_socket)
     host_bytes: int = DEFAULT_HOST_BYTES
     pub: str = "tcp://127.0.0.1:5557"
     replay: str | None = "tcp://127.0.0.1:5558"
+    snapshot: str | None = None
+    dialect: str = "vllm"
     topic: str = ""
     dp_rank: int = 0
+    outputs: tuple[OutputConfig, ...] = ()
+    labels: dict[str, str] = {}
+    heartbeat_s: float = 2.0
     state_dir: str | None = None
     allow_remote: bool = False
     retained_batches: int = 10_000
@@ -46,14 +76,32 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for setting in ("host_bytes", "retained_batches", "retained_bytes", "send_high_water_mark"):
             _expect(getattr(self, setting) > 0, setting, "a positive whole number")
-        _expect(self.dp_rank >= 0, "dp_rank", "0 or a positive whole number")
+        _expect(0 <= self.heartbeat_s <= 3600, "heartbeat_s", "seconds up to 3600; 0 is off")
         _expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
         _expect("\0" not in self.engine_socket and self.engine_socket != "", "engine_socket", "a path")
         _expect(len(os.fsencode(self.engine_socket)) < 108, "engine_socket", "a path of at most 107 bytes")
-        _expect(self.replay != self.pub or self.pub.endswith(":0"), "replay", "an endpoint other than pub's")
-        self._check_endpoint("pub", self.pub)
-        if self.replay is not None:
-            self._check_endpoint("replay", self.replay)
+        for output in self.event_outputs:
+            for setting, endpoint in output.endpoints().items():
+                self._check_endpoint(setting, endpoint)
+        self._check_overlaps()
+
+    @property
+    def event_outputs(self) -> list[OutputConfig]:
+        """Every output, its topic filled in."""
+        one = OutputConfig(self.pub, self.replay, self.snapshot, self.dialect, self.topic, self.dp_rank)
+        return [
+            msgspec.structs.replace(output, topic=filled_in(output.topic, self.labels, os.environ))
+            for output in self.outputs or (one,)
+        ]
+
+    def _check_overlaps(self) -> None:
+        taken: list[tuple[str, str]] = []
+        for number, output in enumerate(self.event_outputs):
+            for setting, endpoint in output.endpoints().items():
+                name = f"outputs[{number}].{setting}" if self.outputs else setting
+                for other, bound in taken:
+                    _expect(not overlap(endpoint, bound), name, f"an endpoint other than {other}'s {bound}")
+                taken.append((name, endpoint))
 
     def _check_endpoint(self, setting: str, endpoint: str) -> None:
         _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
@@ -74,6 +122,8 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     """The file's settings with the overrides that are not None. ConfigError names the first bad setting."""
     settings = _read(path) if path is not None else {}
     settings |= {key: value for key, value in overrides.items() if value is not None}
+    both = [key for key in OutputConfig.__struct_fields__ if key in settings and "outputs" in settings]
+    _expect(not both, ", ".join(both), "to stand in each of [[outputs]], or there to be no [[outputs]]")
     try:
         return msgspec.convert(settings, ServeConfig)
     except msgspec.ValidationError as error:

@@ -17,6 +17,8 @@ from kvevents_service.errors import ConfigError
 
 RECHECK_S = 0.05
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+_WILDCARDS = {"*", "0.0.0.0", "[::]"}
+_LOCAL_NAMES = {"localhost": "127.0.0.1"}
 
 
 class Receiver:
@@ -120,3 +122,15 @@ def is_local(endpoint: str) -> bool:
         return True
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def overlap(endpoint: str, other: str) -> bool:
+    """True if both cannot be bound at once: one path, or one port of hosts that may be the same. Port 0 is free."""
+    if not (endpoint.startswith("tcp://") and other.startswith("tcp://")):
+        return endpoint == other
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    other_host, _, other_port = other.removeprefix("tcp://").rpartition(":")
+    if int(port) != int(other_port) or int(port) == 0:
+        return False
+    hosts = {_LOCAL_NAMES.get(host, host), _LOCAL_NAMES.get(other_host, other_host)}
+    return len(hosts) == 1 or bool(hosts & _WILDCARDS)

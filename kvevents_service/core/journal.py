@@ -1,9 +1,10 @@
 """The journal: every batch of events has its number here before anything it speaks of changes.
 
     append -> (pending) -> take_pending -> encoded by the publisher -> retain -> replayed, until it is pushed out
+                                                               \\-> lose
 
 Numbers rise by exactly 1 (I5). When too much is pending a batch is dropped, but keeps its number, so that every
-consumer sees the hole (I11).
+consumer sees the hole (I11); a replay over a hole is answered with a snapshot.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ class PendingBatch(NamedTuple):
 
 
 class RetainedBatch(NamedTuple):
-    """An encoded batch, kept for replay."""
+    """A batch kept for replay, once in every encoding."""
 
     seq: int
-    payload: bytes
+    payloads: tuple[bytes, ...]
 
 
 _SEQ_OF: Final = attrgetter("seq")
 
 
 class JournalLimits(NamedTuple):
-    """Bounds of what waits and what is kept."""
+    """Bounds of what waits and what is kept. `retained_bytes` is the sum over all encodings."""
 
     pending_batches: int = 16384
     pending_blocks: int = 4_000_000
@@ -58,7 +59,8 @@ class Journal:
     def __init__(self, limits: JournalLimits | None = None, first_seq: int = 0) -> None:
         self.limits = limits or JournalLimits()
         self.next_seq = first_seq
-        self.dropped_batches = 0
+        self.dropped_batches = self.lost_batches = 0
+        self._after_hole = first_seq
         self._pending: deque[PendingBatch] = deque()
         self._pending_blocks = 0
         self._retained: deque[RetainedBatch] = deque()
@@ -66,6 +68,8 @@ class Journal:
 
     def __repr__(self) -> str:
         return f"<Journal next={self.next_seq} pending={len(self._pending)} retained={len(self._retained)}>"
+
+    # numbering
 
     def append(self, announcements: tuple[Announcement, ...], ts: float) -> int:
         """Number one batch; returns its number, also when it had to be dropped."""
@@ -75,40 +79,69 @@ class Journal:
         full = len(self._pending) >= self.limits.pending_batches
         if full or (self._pending and self._pending_blocks + blocks > self.limits.pending_blocks):
             self.dropped_batches += 1
+            self._after_hole = self.next_seq
             return seq
         self._pending.append(PendingBatch(seq, ts, announcements))
         self._pending_blocks += blocks
         return seq
 
     def take_pending(self) -> PendingBatch | None:
-        """The oldest batch that is not encoded yet."""
+        """The oldest batch that is not encoded yet. `retain` or `lose` it before anything else."""
         if not self._pending:
             return None
         batch = self._pending.popleft()
         self._pending_blocks -= _blocks(batch.announcements)
         return batch
 
-    def retain(self, seq: int, payload: bytes) -> None:
+    # keeping
+
+    def retain(self, seq: int, *payloads: bytes) -> None:
         """Keep an encoded batch for replay; the oldest are pushed out by count and by bytes."""
-        self._retained.append(RetainedBatch(seq, payload))
-        self._retained_bytes += len(payload)
+        self._retained.append(RetainedBatch(seq, payloads))
+        self._retained_bytes += sum(map(len, payloads))
         while self._over_limit():
-            self._retained_bytes -= len(self._retained.popleft().payload)
+            self._retained_bytes -= sum(map(len, self._retained.popleft().payloads))
+
+    def lose(self, seq: int) -> None:
+        """A batch that cannot be encoded: its number is a hole, as that of a dropped one."""
+        self.lost_batches += 1
+        self._after_hole = max(self._after_hole, seq + 1)
 
     def _over_limit(self) -> bool:
         over_count = len(self._retained) > self.limits.retained_batches
         return over_count or (self._retained_bytes > self.limits.retained_bytes and len(self._retained) > 1)
+
+    # replay
+
+    @property
+    def whole_from(self) -> int:
+        """From this number on every batch is retained, or waits to be: there is no hole."""
+        oldest = self._retained[0].seq if self._retained else self.unsent_from
+        return max(oldest, self._after_hole)
+
+    @property
+    def unsent_from(self) -> int:
+        """Numbers from here on have not been sent yet."""
+        return self._pending[0].seq if self._pending else self.next_seq
 
     def retained_from(self, seq: int, limit: int) -> list[RetainedBatch]:
         """Up to `limit` kept batches with numbers >= seq, in order. Dropped numbers are missing."""
         start = bisect_left(self._retained, seq, key=_SEQ_OF)
         return list(islice(self._retained, start, start + limit))
 
+    def payload(self, seq: int, encoding: int = 0) -> bytes | None:
+        """A kept batch in one of its encodings; None if it is not kept."""
+        found = bisect_left(self._retained, seq, key=_SEQ_OF)
+        if found == len(self._retained) or self._retained[found].seq != seq:
+            return None
+        return self._retained[found].payloads[encoding]
+
     def stats(self) -> dict[str, int]:
         return {
             "next_seq": self.next_seq,
             "batches_pending": len(self._pending),
             "batches_dropped": self.dropped_batches,
+            "batches_lost": self.lost_batches,
             "batches_retained": len(self._retained),
             "retained_bytes": self._retained_bytes,
         }

@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvevents_service.core.cut import PoolCut
 from kvevents_service.core.eviction import EvictionQueue
 from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.metadata import BlockStoreMeta
@@ -263,6 +264,11 @@ class BlockPool(SlotTable):
         return parent
 
     # instruments
+
+    def cut(self) -> PoolCut:
+        """What can be loaded now, frozen: copies of columns, no loop over blocks."""
+        groups = [list(index.values()) for index in self.index]
+        return PoolCut(groups, bytes(self._state), self._meta[:], self._position[:])
 
     def ready_hashes(self, group: int) -> list[bytes]:
         """Hashes of every loadable block of a group, parents before children."""

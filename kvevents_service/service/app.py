@@ -24,26 +24,24 @@ import msgspec
 import zmq
 
 from kvevents_service.config import ServeConfig
-from kvevents_service.core.journal import Journal, JournalLimits
 from kvevents_service.core.metadata import Cleared
 from kvevents_service.service.engines import EnginePlane
+from kvevents_service.service.event_plane import BoundOutput, EventPlane, bind_events
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.publisher import Publisher
-from kvevents_service.service.replayer import Replayer
 from kvevents_service.service.sidecar import Sidecar
-from kvevents_service.sockets import bind
 
 log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_FORCED = 0, 1, 2, 3
 LINGER_MS = 500
-MAX_REQUEST_BYTES = 1024
-REPLAY_HIGH_WATER_MARK = 32
-"""Batches queued for one replay client; its cursor waits for room."""
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """Where a started sidecar can be reached, ports resolved; the one line `kvevents serve` prints."""
+    """Where a started sidecar can be reached, ports resolved; the one line `kvevents serve` prints.
+
+    `pub` to `dp_rank` are those of the first output.
+    """
 
     ready: bool
     engine_socket: str
@@ -53,6 +51,7 @@ class Ready(msgspec.Struct, frozen=True):
     dp_rank: int
     first_seq: int
     boot_id: str
+    outputs: list[BoundOutput]
 
 
 class Service(NamedTuple):
@@ -61,13 +60,15 @@ class Service(NamedTuple):
     ready: Ready
     sidecar: Sidecar
     plane: EnginePlane
-    publisher: Publisher
-    replayer: Replayer | None
+    events: EventPlane
+
+    @property
+    def publisher(self) -> Publisher:
+        return self.events.publisher
 
     def parts(self) -> list[Coroutine[None, None, None]]:
         """What runs until it is cancelled."""
-        parts = [self.publisher.run(), self.sidecar.run(), self.plane.run()]
-        return parts if self.replayer is None else [*parts, self.replayer.run()]
+        return [*self.events.parts(), self.sidecar.run(), self.plane.run()]
 
     async def drain(self) -> None:
         """No new engines; wait for copies under way; end sessions; say that every block is gone; send it all."""
@@ -81,33 +82,18 @@ class Service(NamedTuple):
 @asynccontextmanager
 async def started(config: ServeConfig) -> AsyncIterator[Service]:
     """Everything bound and listening; nothing runs yet. Closes all of it at the end."""
-    numbers = SequenceStore(Path(config.state_dir)) if config.state_dir else None
-    first_seq = numbers.first_seq if numbers else 0
-    limits = JournalLimits(retained_batches=config.retained_batches, retained_bytes=config.retained_bytes)
-    journal = Journal(limits, first_seq)
-    context = zmq.Context()
-    plane = None
+    numbers = _numbers(config)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    plane = events = None
     try:
-        pub, pub_endpoint = _publish_socket(context, config)
-        publisher = Publisher(
-            journal, pub, topic=config.topic, dp_rank=config.dp_rank, numbers=numbers, wall_clock=time.time
-        )
-        replayer, replay_endpoint = _replayer(context, config, publisher)
-        sidecar = Sidecar(config, publisher, time.monotonic)
+        events = bind_events(context, config, numbers)
+        sidecar = Sidecar(config, events.publisher, time.monotonic)
+        events.renderer.recovery.sources = sidecar.sources
         plane = EnginePlane(sidecar, config.engine_socket)
+        first_seq = events.publisher.journal.next_seq
         if first_seq:
-            publisher.publish((Cleared(),))  # the bytes of the process before this one are gone
-        ready = Ready(
-            ready=True,
-            engine_socket=plane.path,
-            pub=pub_endpoint,
-            replay=replay_endpoint,
-            topic=config.topic,
-            dp_rank=config.dp_rank,
-            first_seq=first_seq,
-            boot_id=sidecar.boot_id,
-        )
-        yield Service(ready, sidecar, plane, publisher, replayer)
+            events.publisher.publish((Cleared(),))  # the bytes of the process before this one are gone
+        yield Service(_ready(events, sidecar, plane, first_seq), sidecar, plane, events)
     finally:
         if plane is not None:
             await sidecar.close()
@@ -115,28 +101,29 @@ async def started(config: ServeConfig) -> AsyncIterator[Service]:
         context.destroy(linger=LINGER_MS)
         if numbers is not None:
             with suppress(OSError):  # the reservation stands: numbers go on a little higher
-                numbers.close(journal.next_seq)
+                numbers.close(events.publisher.journal.next_seq if events else numbers.first_seq)
 
 
-def _publish_socket(context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig) -> tuple[zmq.Socket[bytes], str]:
-    socket = context.socket(zmq.PUB)
-    socket.setsockopt(zmq.SNDHWM, config.send_high_water_mark)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of a subscription: what a peer may send us
-    return socket, bind(socket, config.pub, "pub")
+def _numbers(config: ServeConfig) -> SequenceStore | None:
+    if config.state_dir is not None:
+        return SequenceStore(Path(config.state_dir))
+    log.info("no state_dir: event numbers start at 0, also after a restart")
+    return None
 
 
-def _replayer(
-    context: zmq.Context[zmq.Socket[bytes]], config: ServeConfig, publisher: Publisher
-) -> tuple[Replayer | None, str | None]:
-    if config.replay is None:
-        return None, None
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-    endpoint = bind(socket, config.replay, "replay")
-    flush = publisher.send_pending
-    return Replayer(publisher.journal, socket, topic=config.topic, clock=time.monotonic, flush=flush), endpoint
+def _ready(events: EventPlane, sidecar: Sidecar, plane: EnginePlane, first_seq: int) -> Ready:
+    first = events.bound[0]
+    return Ready(
+        ready=True,
+        engine_socket=plane.path,
+        pub=first.pub,
+        replay=first.replay,
+        topic=first.topic,
+        dp_rank=first.dp_rank,
+        first_seq=first_seq,
+        boot_id=sidecar.boot_id,
+        outputs=events.bound,
+    )
 
 
 async def serve(config: ServeConfig, on_ready: Callable[[Ready], None]) -> int:

@@ -1,13 +1,15 @@
 """Event numbers that never go back, across a crash too: ranges reserved in a small file before they are used.
 
 The file holds one number: every number below it may have been used. It is rewritten by rename and fsynced, and
-its directory is held by a lock, so that two sidecars never number one stream.
+its directory is held by a lock, so that two sidecars never number one stream. A file or directory of another user,
+or a link in place of the file, is refused: who writes it decides what readers take for new.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from kvevents_service.errors import ConfigError
@@ -15,6 +17,10 @@ from kvevents_service.errors import ConfigError
 RESERVE = 4096
 FILE_NAME = "next-seq"
 LOCK_NAME = "lock"
+MAX_SEQ = 1 << 62
+"""Far from 2^63, which no number may reach."""
+_MAX_TEXT = 32
+_NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SequenceStore:
@@ -24,7 +30,8 @@ class SequenceStore:
         self._file = directory / FILE_NAME
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _check_ours(directory.stat(), directory)
+            self._lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o600)
         except OSError as error:
             raise ConfigError("state_dir", f"a directory that can be written ({error.strerror})") from error
         try:
@@ -56,17 +63,20 @@ class SequenceStore:
 
     def _read(self) -> int:
         try:
-            text = self._file.read_text()
+            text = _text_of_ours(self._file)
         except FileNotFoundError:
             return 0
-        if not text.strip().isdigit():
+        except (OSError, ConfigError) as error:
             os.close(self._lock)
-            raise ConfigError("state_dir", f"a number in {self._file}")
+            raise ConfigError("state_dir", f"a file of ours that can be read, {self._file} ({error})") from error
+        if not (text.strip().isdigit() and int(text) < MAX_SEQ):
+            os.close(self._lock)
+            raise ConfigError("state_dir", f"a number below {MAX_SEQ} in {self._file}")
         return int(text)
 
     def _write(self, number: int) -> None:
         fresh = self._file.with_suffix(".new")
-        with fresh.open("w") as file:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINKS, 0o600), "w") as file:
             file.write(f"{number}\n")
             file.flush()
             os.fsync(file.fileno())
@@ -76,3 +86,18 @@ class SequenceStore:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def _text_of_ours(path: Path) -> str:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS)) as file:
+        found = os.fstat(file.fileno())
+        _check_ours(found, path)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError("state_dir", f"a regular file, {path}")
+        return file.read(_MAX_TEXT)
+
+
+def _check_ours(found: os.stat_result, path: Path) -> None:
+    """Owned by this user, and nobody else may write it."""
+    if found.st_uid != os.geteuid() or found.st_mode & stat.S_IWOTH:
+        raise ConfigError("state_dir", f"{path} to belong to user {os.geteuid()}, and not to be writable by all")

@@ -1,25 +1,23 @@
-"""The publisher coroutine: numbered announcements -> wire events -> encoded batches -> the PUB socket.
+"""The publisher coroutine: numbered announcements -> encoded batches -> every output.
 
 `publish` only numbers a batch and wakes the coroutine: no step and no copy ever waits for it (I11). The lists of
-token ids appear here, after the copy, from the snapshot that rode on the transfer.
+token ids appear here, after the copy, from the snapshot that rode on the transfer. Each distinct encoding is made
+once per batch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import zmq
-
-from kvevents_service.core.announce import in_batches, to_event
+from kvevents_service.core.announce import in_batches
+from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
-from kvevents_service.wire.codec import encode_own
-from kvevents_service.wire.events import EventBatch
-from kvevents_service.wire.frames import live_frames
+from kvevents_service.service.outputs import Output
 
 log = logging.getLogger(__name__)
 
@@ -28,32 +26,35 @@ BATCHES_PER_TURN = 16
 
 
 class Publisher:
-    """Sends the journal's batches in order. A subscriber that is too slow loses batches and sees a gap."""
+    """Sends the journal's batches in order, to all outputs. `heartbeat_s` without one: an empty batch; 0: never."""
 
     def __init__(
         self,
         journal: Journal,
-        socket: zmq.Socket[bytes],
+        outputs: Sequence[Output],
         *,
-        topic: str,
-        dp_rank: int,
+        encodings: Sequence[Encoding] = (Encoding(),),
         numbers: SequenceStore | None,
         wall_clock: Callable[[], float],
+        heartbeat_s: float = 0.0,
     ) -> None:
         self.journal = journal
-        self.batches_sent = 0
-        self.send_refused = 0
-        self.encode_failed = 0
-        self.state_write_failed = 0
-        self._socket = socket
-        self._topic = topic.encode()
-        self._dp_rank = dp_rank
+        self.outputs = outputs
+        self.heartbeats = self.encode_failed = self.state_write_failed = 0
+        self.more_stats: Callable[[], dict[str, int]] = dict
+        self._encodings = encodings
         self._numbers = numbers
         self._wall_clock = wall_clock
+        self._heartbeat_s = heartbeat_s or None
         self._wake = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Publisher sent={self.batches_sent} {self.journal!r}>"
+
+    @property
+    def batches_sent(self) -> int:
+        """By all outputs together."""
+        return sum(output.sent for output in self.outputs)
 
     def publish(self, announcements: tuple[Announcement, ...]) -> int:
         """Number what is to be said and return the last number; it is sent soon, in order.
@@ -63,18 +64,42 @@ class Publisher:
         now, seq = self._wall_clock(), self.journal.next_seq
         for batch in in_batches(announcements):
             seq = self.journal.append(batch, now)
-        self._wake.set()
+        self.wake()
         return seq
+
+    def heartbeat(self) -> None:
+        """Number an empty batch: readers learn the newest number, and ask for what they miss."""
+        self.heartbeats += 1
+        self.journal.append((), self._wall_clock())
+        self.wake()
+
+    def rebase(self, output: Output) -> None:
+        """Let an output start again; its readers learn it at once."""
+        log.info("output %s starts its numbers again", output.topic.decode())
+        output.numbers.rebase(self.journal.next_seq)
+        self.heartbeat()
+        self.heartbeat()
+
+    def wake(self) -> None:
+        """Something is pending."""
+        self._wake.set()
 
     async def run(self) -> None:
         """Send until cancelled."""
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self._woken()
             await self._reserve_ahead()
             if self.send_pending(BATCHES_PER_TURN) == BATCHES_PER_TURN:
                 self._wake.set()
                 await asyncio.sleep(0)
+
+    async def _woken(self) -> None:
+        try:
+            async with asyncio.timeout(self._heartbeat_s):
+                await self._wake.wait()
+        except TimeoutError:
+            self.heartbeat()
+        self._wake.clear()
 
     async def _reserve_ahead(self) -> None:
         """Write the next reservation off the loop, before it is needed."""
@@ -91,21 +116,17 @@ class Publisher:
         return sent
 
     def _send(self, batch: PendingBatch) -> None:
-        events = [to_event(item) for item in batch.announcements]
         try:
-            payload = encode_own(EventBatch(batch.ts, events, self._dp_rank))
-        except WireError as error:  # over the size limit: the number is spent, consumers see a gap
+            payloads = [encoding.encode(batch.announcements, batch.ts) for encoding in self._encodings]
+        except WireError as error:  # in_batches leaves room, so a frame of the engine plane cannot hold one
             self.encode_failed += 1
+            self.journal.lose(batch.seq)
             log.error("batch %d cannot be sent: %s", batch.seq, error)
             return
         self._cover(batch.seq)
-        self.journal.retain(batch.seq, payload)
-        try:
-            self._socket.send_multipart(live_frames(self._topic, batch.seq, payload), zmq.NOBLOCK)
-        except zmq.Again:
-            self.send_refused += 1  # the number is spent and retained: consumers see a gap and can replay it
-        else:
-            self.batches_sent += 1
+        self.journal.retain(batch.seq, *payloads)
+        for output in self.outputs:
+            output.send(batch.seq, payloads)
 
     def _cover(self, seq: int) -> None:
         """A disk that fails must not stop the stream: a number is used unreserved, as only a crash would show."""
@@ -121,7 +142,11 @@ class Publisher:
         return {
             **self.journal.stats(),
             "batches_sent": self.batches_sent,
-            "batches_send_refused": self.send_refused,
+            "batches_send_refused": sum(output.refused for output in self.outputs),
             "batches_encode_failed": self.encode_failed,
+            "heartbeats": self.heartbeats,
+            "outputs": len(self.outputs),
+            "outputs_rebased": sum(output.numbers.rebased for output in self.outputs),
             "state_write_failed": self.state_write_failed,
+            **self.more_stats(),
         }

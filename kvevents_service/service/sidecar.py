@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.cut import StateSource
 from kvevents_service.core.groups import check_groups
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.scheduler import OffloadScheduler
@@ -215,6 +216,10 @@ class Sidecar:
         return tier.tasks
 
     # instruments
+
+    def sources(self) -> list[StateSource]:
+        """Whatever has blocks that were announced, the fastest tier first."""
+        return [] if self.tier is None else [self.tier.scheduler.pool]
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges of every part."""

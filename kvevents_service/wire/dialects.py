@@ -54,6 +54,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     plain_extra_keys: extra keys reduced to the shapes that every reader takes.
     unsigned_tokens: token ids as uint32; what is negative would have the reader refuse the batch.
     publisher_id: a fourth element, where the output has a publisher id.
+    contiguous_from_request: its readers take only a replay that starts at the number they asked for.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     plain_extra_keys: bool = False
     unsigned_tokens: bool = True
     publisher_id: bool = False
+    contiguous_from_request: bool = False
 
     def medium(self, name: str) -> str | None:
         """What a medium is called here; None if it is filtered out."""
@@ -127,6 +129,7 @@ _ALL = (
     Dialect(
         name="vllm-router",
         readers="vllm-router 0.1.17",
+        contiguous_from_request=True,
         media=_as_named(MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE),
     ),
     Dialect(

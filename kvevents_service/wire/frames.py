@@ -19,6 +19,12 @@ _SEQ_LIMIT: Final = 2**63
 REPLAY_END: Final[list[bytes]] = [b"", b"", END_SEQ.to_bytes(SEQ_BYTES, "big", signed=True), b""]
 """The last reply to every replay request, as a DEALER receives it. Do not change it in place."""
 
+SNAPSHOT_REQUEST: Final = b"snapshot"
+SNAPSHOT_EMPTY: Final = -1
+"""In place of a number: nothing was numbered so far."""
+SNAPSHOT_UNAVAILABLE: Final = -2
+PUBLISHER_ID_BYTES: Final = 16
+
 
 class LiveFrame(NamedTuple):
     """One message: topic (any bytes), seq in [0, 2^63), payload (for `codec.decode_batch`, never empty)."""
@@ -26,6 +32,14 @@ class LiveFrame(NamedTuple):
     topic: bytes
     seq: int
     payload: bytes
+
+
+class SnapshotReply(NamedTuple):
+    """The state after batch `seq`: the fold of `payloads`, in order. seq -1: no batch yet; < -1: unavailable."""
+
+    seq: int
+    publisher_id: bytes
+    payloads: list[bytes]
 
 
 def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
@@ -79,6 +93,23 @@ def parse_replay_reply(frames: Sequence[bytes]) -> LiveFrame | None:
     if len(live[1]) == SEQ_BYTES and _unpack(live[1]) == END_SEQ and not live[2]:
         return None
     return parse_live(live)
+
+
+def snapshot_reply(seq: int, publisher_id: bytes, payloads: Sequence[bytes]) -> list[bytes]:
+    """What a REQ receives for `SNAPSHOT_REQUEST`. seq in [-2^63, 2^63)."""
+    return [seq.to_bytes(SEQ_BYTES, "big", signed=True), publisher_id, *payloads]
+
+
+def parse_snapshot_reply(frames: Sequence[bytes]) -> SnapshotReply:
+    """The frames a REQ receives. Raises WireError with field frames, seq or publisher_id."""
+    if len(frames) < 2:
+        raise WireError("frames", "a number, a publisher id, then payloads")
+    seq, publisher_id, *payloads = frames
+    if len(seq) != SEQ_BYTES:
+        raise WireError("seq", f"{SEQ_BYTES} bytes")
+    if len(publisher_id) != PUBLISHER_ID_BYTES:
+        raise WireError("publisher_id", f"{PUBLISHER_ID_BYTES} bytes")
+    return SnapshotReply(_unpack(seq), publisher_id, payloads)
 
 
 def _with_topic(frames: Sequence[bytes]) -> Sequence[bytes]:

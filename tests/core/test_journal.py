@@ -121,5 +121,5 @@ def test_stats_and_repr_tell_the_live_state() -> None:
     for _ in range(3):
         journal.append(CLEARED, 1.0)
     journal.retain(0, b"four")
-    assert list(journal.stats().values()) == [3, 1, 2, 1, 4]
+    assert list(journal.stats().values()) == [3, 1, 2, 0, 1, 4]
     assert repr(journal) == "<Journal next=3 pending=1 retained=1>"

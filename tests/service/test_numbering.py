@@ -1,5 +1,6 @@
 """Event numbers never go back, whatever ends the process (I5)."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,6 @@ from kvevents_service.service.numbering import FILE_NAME, RESERVE, SequenceStore
 
 def crash(store: SequenceStore) -> None:
     """What is left of a process after kill -9: the file, and no lock."""
-    import os
-
     os.close(store._lock)
 
 
@@ -48,7 +47,7 @@ def test_two_processes_never_number_one_stream(tmp_path: Path) -> None:
     store.close(0)
 
 
-@pytest.mark.parametrize("text", ["", "x", "-4", "1.5"])
+@pytest.mark.parametrize("text", ["", "x", "-4", "1.5", str(1 << 62), "9" * 5000])
 def test_a_file_that_holds_no_number_is_an_error_not_a_zero(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE_NAME).write_text(text)
     with pytest.raises(ConfigError, match="state_dir"):
@@ -59,3 +58,39 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="state_dir"):
         SequenceStore(tmp_path / "file")
+
+
+def test_a_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("5")
+    (tmp_path / FILE_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="of ours"):
+        SequenceStore(tmp_path)
+
+
+def test_a_pipe_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / FILE_NAME)
+    with pytest.raises(ConfigError, match="regular file"):
+        SequenceStore(tmp_path)
+
+
+def test_a_link_in_place_of_the_new_file_is_not_followed(tmp_path: Path) -> None:
+    store = SequenceStore(tmp_path)
+    (tmp_path / "elsewhere").write_text("precious")
+    (tmp_path / "next-seq.new").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError):
+        store.cover(0)
+    assert (tmp_path / "elsewhere").read_text() == "precious"
+    crash(store)
+
+
+@pytest.mark.parametrize("name", [".", FILE_NAME])
+def test_what_all_may_write_or_another_owns_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / FILE_NAME).write_text("5")
+    (tmp_path / name).chmod(0o777)
+    with pytest.raises(ConfigError, match="state_dir"):
+        SequenceStore(tmp_path)
+    (tmp_path / name).chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(tmp_path / name, 12345, -1)
+        with pytest.raises(ConfigError, match="to belong to user 0"):
+            SequenceStore(tmp_path)

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import pytest
 import zmq
 
+from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal, JournalLimits
 from kvevents_service.core.metadata import BlockStoreMeta, Cleared
+from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.sockets import Receiver, bind
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
@@ -30,12 +32,19 @@ class Stage(NamedTuple):
 def make() -> Iterator[Callable[[Journal], Stage]]:
     context, made = zmq.Context(), []
 
-    def stage(journal: Journal) -> Stage:
+    def stage(journal: Journal, heartbeat_s: float = 0.0) -> Stage:
         xpub, sub = context.socket(zmq.XPUB), context.socket(zmq.SUB)
         endpoint = bind(xpub, "tcp://127.0.0.1:0", "pub")
         sub.subscribe(b"")
         sub.connect(endpoint)
-        publisher = Publisher(journal, xpub, topic="kv", dp_rank=3, numbers=None, wall_clock=lambda: 7.5)
+        publisher = Publisher(
+            journal,
+            [Output(xpub, topic="kv")],
+            encodings=[Encoding(dp_rank=3)],
+            numbers=None,
+            wall_clock=lambda: 7.5,
+            heartbeat_s=heartbeat_s,
+        )
         made.append(Stage(publisher, xpub, sub))
         return made[-1]
 
@@ -77,4 +86,26 @@ def test_a_batch_that_cannot_be_encoded_is_counted_and_stops_no_stream(
     assert publisher.send_pending() == 2
     assert publisher.stats()["batches_encode_failed"] == 1
     assert [batch.seq for batch in publisher.journal.retained_from(0, 10)] == [1]
+    assert publisher.journal.whole_from == 1, "a replay over it is a snapshot"
     assert "cannot be sent" in caplog.text
+
+
+async def test_an_idle_publisher_sends_empty_batches(make: Callable[[Journal], Stage]) -> None:
+    publisher, xpub, sub = make(Journal(), heartbeat_s=0.02)  # type: ignore[call-arg]
+    running = asyncio.create_task(publisher.run())
+    with Receiver(xpub) as subscriptions, Receiver(sub) as receiver:
+        async with asyncio.timeout(DEADLINE_S):
+            await subscriptions.recv()
+            frames = [parse_live(await receiver.recv()) for _ in range(3)]
+    assert [decode_batch(frame.payload).batch.events for frame in frames] == [[], [], []]
+    assert frames[2].seq == frames[0].seq + 2
+    assert publisher.stats()["heartbeats"] >= 3
+    running.cancel()
+
+
+async def test_without_heartbeats_an_idle_publisher_is_silent(make: Callable[[Journal], Stage]) -> None:
+    publisher, _, _ = make(Journal())
+    running = asyncio.create_task(publisher.run())
+    await asyncio.wait([running], timeout=0.1)
+    assert publisher.journal.next_seq == 0
+    running.cancel()

@@ -1,0 +1,22 @@
+"""What turns announcements into a payload: a dialect with the rank and the publisher id it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvevents_service.core.announce import encode
+from kvevents_service.core.metadata import Announcement
+from kvevents_service.wire.dialects import DIALECTS
+
+
+class Encoding(NamedTuple):
+    """One way to write a batch. Outputs whose encodings are equal share the bytes."""
+
+    dialect: str = "vllm"
+    dp_rank: int = 0
+    publisher_id: bytes | None = None
+
+    def encode(self, announcements: Sequence[Announcement], ts: float) -> bytes:
+        """The payload of a batch; `ts` in seconds since the epoch. WireError if it is too large for a reader."""
+        return encode(DIALECTS[self.dialect], announcements, ts, self.dp_rank, self.publisher_id)

@@ -1,0 +1,109 @@
+"""A snapshot: a clear, then the whole resident state, as payloads of bounded size in one encoding.
+
+It is rendered piece by piece, so that lookups come in between, and read while it grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kvevents_service.core.cut import Cut
+from kvevents_service.core.encoding import Encoding
+from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared
+from kvevents_service.errors import WireError
+
+EVENT_WEIGHT: Final = 16
+"""What a block costs beside its tokens, if it is an event of its own."""
+
+
+class PartLimits(NamedTuple):
+    """How a state is split. weight: tokens of a part, with EVENT_WEIGHT for each block; 2 to 4 ms, about 100 KB.
+
+    parts: beyond so many they get heavier instead of more, for they must fit into the numbers of one reply.
+    """
+
+    weight: int = 1 << 15
+    parts: int = 4096
+
+
+def block_weight(block_size: int) -> int:
+    """What one block adds to a part."""
+    return block_size + EVENT_WEIGHT
+
+
+def part_weight(cuts: Sequence[Cut], limits: PartLimits) -> int:
+    """How heavy a part may become for these cuts."""
+    total = sum(blocks * block_weight(block_size) for cut in cuts for blocks, block_size in cut.sizes())
+    return max(limits.weight, total // limits.parts)
+
+
+def most_parts(cuts: Sequence[Cut], weight: int) -> int:
+    """No rendering of these cuts has more parts: all but the last are filled to less than a block's room."""
+    sizes = [size for cut in cuts for size in cut.sizes()]
+    heaviest = max((block_weight(block_size) for _, block_size in sizes), default=1)
+    total = sum(blocks * block_weight(block_size) for blocks, block_size in sizes)
+    return 1 + min(total // max(1, weight - heaviest + 1), sum(blocks for blocks, _ in sizes))
+
+
+def parts_of(cuts: Sequence[Cut], weight: int) -> Iterator[tuple[Announcement, ...]]:
+    """A clear and then every run, cut so that each part is filled before the next begins."""
+    part: list[Announcement] = [Cleared()]
+    left = weight
+    for run in (run for cut in cuts for run in cut.runs()):
+        each, start = block_weight(run.group.block_size), 0
+        while start < run.blocks:
+            if left < each and left < weight:
+                yield tuple(part)
+                part, left = [], weight
+            stop = min(run.blocks, start + max(1, left // each))
+            part.append(run.part(start, stop))
+            left -= (stop - start) * each
+            start = stop
+    yield tuple(part)
+
+
+class Snapshot:
+    """The state after number `upto`, as `parts` that grow until `done`. `made_at` in seconds of the caller's clock.
+
+    readers: replies that still need it.
+    """
+
+    def __init__(
+        self, cuts: Sequence[Cut], upto: int, encoding: Encoding, limits: PartLimits, *, made_at: float, ts: float
+    ) -> None:
+        weight = part_weight(cuts, limits)
+        self.upto = upto
+        self.encoding = encoding
+        self.made_at = made_at
+        self.parts: list[bytes] = []
+        self.done = self.failed = False
+        self.readers = self.blocks = self.bytes = 0
+        self._most_parts = most_parts(cuts, weight)
+        self.empty = encoding.encode((), ts)
+        self._ts = ts
+        self._rest = parts_of(cuts, weight)
+
+    def __repr__(self) -> str:
+        state = "failed" if self.failed else "done" if self.done else "growing"
+        return f"<Snapshot upto={self.upto} {state} parts={len(self.parts)} readers={self.readers}>"
+
+    @property
+    def numbers_needed(self) -> int:
+        """How many numbers its parts take, at most; exact once it is done."""
+        return len(self.parts) if self.done else self._most_parts
+
+    def render_next(self) -> None:
+        """One part more, or `done`. WireError: it cannot be rendered, it has `failed` and is done."""
+        part = next(self._rest, None)
+        if part is None:
+            self.done = True
+            return
+        try:
+            payload = self.encoding.encode(part, self._ts)
+        except WireError:
+            self.done = self.failed = True
+            raise
+        self.parts.append(payload)
+        self.bytes += len(payload)
+        self.blocks += sum(item.blocks for item in part if isinstance(item, BlockStoreMeta))

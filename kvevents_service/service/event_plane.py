@@ -1,0 +1,150 @@
+"""The event plane: one journal, its publisher, any number of outputs, and what brings late readers up to date."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Coroutine
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+from kvevents_service.config import OutputConfig, ServeConfig
+from kvevents_service.core.encoding import Encoding
+from kvevents_service.core.journal import Journal, JournalLimits
+from kvevents_service.core.replay import Recovery
+from kvevents_service.service.cursor import SHARED_BYTES
+from kvevents_service.service.numbering import SequenceStore
+from kvevents_service.service.outputs import Output
+from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.renderer import Renderer
+from kvevents_service.service.replayer import Replayer
+from kvevents_service.service.snapshot_endpoint import SnapshotEndpoint
+from kvevents_service.sockets import bind
+from kvevents_service.wire.dialects import DIALECTS
+
+MAX_REQUEST_BYTES = 1024
+ANSWER_HIGH_WATER_MARK = 128
+"""Messages queued for one client; its cursor waits for room."""
+SNAPSHOT_HEARTBEAT_S = 5.0
+"""Readers of a snapshot endpoint are promised a batch so often."""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class BoundOutput(msgspec.Struct, frozen=True):
+    """Where one output can be reached, ports resolved and its topic filled in."""
+
+    pub: str
+    replay: str | None
+    snapshot: str | None
+    dialect: str
+    topic: str
+    dp_rank: int
+
+
+class EventPlane(NamedTuple):
+    """What `kvevents serve` runs for its readers."""
+
+    publisher: Publisher
+    renderer: Renderer
+    replayers: list[Replayer]
+    snapshot_endpoints: list[SnapshotEndpoint]
+    bound: list[BoundOutput]
+
+    @property
+    def _answering(self) -> list[Replayer | SnapshotEndpoint]:
+        return [*self.replayers, *self.snapshot_endpoints]
+
+    def parts(self) -> list[Coroutine[None, None, None]]:
+        """What runs until it is cancelled."""
+        answering = [part.run() for part in self._answering]
+        return [self.publisher.run(), self.renderer.run(), *answering]
+
+    def stats(self) -> dict[str, int]:
+        """Counters of everything beside the publisher, summed over outputs."""
+        total: Counter[str] = Counter()
+        for part in self._answering:
+            total.update(part.stats())
+        return {**self.renderer.stats(), **total}
+
+
+class _Binder:
+    """Opens the sockets of every output."""
+
+    def __init__(self, context: Context, config: ServeConfig) -> None:
+        self.publisher_id = uuid.uuid4().bytes
+        self.outputs: list[Output] = []
+        self.encodings: list[Encoding] = []
+        self.bound: list[BoundOutput] = []
+        self.answering: list[tuple[Output, zmq.Socket[bytes] | None, zmq.Socket[bytes] | None]] = []
+        self._context = context
+        self._config = config
+        for output in config.event_outputs:
+            self._open(output)
+
+    def _open(self, config: OutputConfig) -> None:
+        pub = self._context.socket(zmq.PUB)
+        pub.setsockopt(zmq.SNDHWM, self._config.send_high_water_mark)
+        pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of a subscription: what a peer may send us
+        endpoint = bind(pub, config.pub, "pub")
+        replay, replay_endpoint = self._router(config.replay, "replay")
+        snapshot, snapshot_endpoint = self._router(config.snapshot, "snapshot")
+        dialect = DIALECTS[config.dialect]
+        output = Output(
+            pub, topic=config.topic, encoding=self._encoding(config), exact=dialect.contiguous_from_request
+        )
+        self.outputs.append(output)
+        self.answering.append((output, replay, snapshot))
+        self.bound.append(
+            BoundOutput(endpoint, replay_endpoint, snapshot_endpoint, config.dialect, config.topic, config.dp_rank)
+        )
+
+    def _router(self, endpoint: str | None, setting: str) -> tuple[zmq.Socket[bytes] | None, str | None]:
+        if endpoint is None:
+            return None, None
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDHWM, ANSWER_HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        socket.copy_threshold = SHARED_BYTES
+        return socket, bind(socket, endpoint, setting)
+
+    def _encoding(self, config: OutputConfig) -> int:
+        """The place of the output's encoding; outputs that write the same bytes share it."""
+        encoding = Encoding(config.dialect, config.dp_rank, self.publisher_id if config.snapshot else None)
+        if encoding not in self.encodings:
+            self.encodings.append(encoding)
+        return self.encodings.index(encoding)
+
+
+def bind_events(context: Context, config: ServeConfig, numbers: SequenceStore | None) -> EventPlane:
+    """Every endpoint bound, nothing running. ConfigError names the one that cannot be."""
+    binder = _Binder(context, config)
+    limits = JournalLimits(retained_batches=config.retained_batches, retained_bytes=config.retained_bytes)
+    journal = Journal(limits, numbers.first_seq if numbers else 0)
+    publisher = Publisher(
+        journal, binder.outputs, encodings=binder.encodings, numbers=numbers, wall_clock=time.time,
+        heartbeat_s=_heartbeat_s(config),
+    )  # fmt: skip
+    renderer = Renderer(Recovery(journal, binder.encodings, clock=time.monotonic, wall_clock=time.time), publisher)
+    replayers, endpoints = [], []
+    for output, replay, snapshot in binder.answering:
+        if replay is not None:
+            replayers.append(Replayer(replay, output, renderer, clock=time.monotonic))
+        if snapshot is not None:
+            endpoints.append(
+                SnapshotEndpoint(snapshot, output, renderer, publisher_id=binder.publisher_id, clock=time.monotonic)
+            )
+    plane = EventPlane(publisher, renderer, replayers, endpoints, binder.bound)
+    publisher.more_stats = plane.stats
+    return plane
+
+
+def _heartbeat_s(config: ServeConfig) -> float:
+    """All outputs are idle at the same time: they send the same batches."""
+    if not any(output.snapshot for output in config.event_outputs):
+        return config.heartbeat_s
+    return min(config.heartbeat_s or SNAPSHOT_HEARTBEAT_S, SNAPSHOT_HEARTBEAT_S)

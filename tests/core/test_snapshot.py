@@ -1,0 +1,103 @@
+"""A snapshot holds exactly the state, in parts of bounded weight and bounded number."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.prompts import FULL
+from kvevents_service.core.encoding import Encoding
+from kvevents_service.core.metadata import BlockStoreMeta, Cleared, snapshot
+from kvevents_service.core.residency import Residency
+from kvevents_service.core.snapshot import EVENT_WEIGHT, PartLimits, Snapshot, block_weight, most_parts, parts_of
+from kvevents_service.errors import WireError
+from kvevents_service.testing import make_chain
+from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
+from kvevents_service.wire.control import GroupSpec
+from kvevents_service.wire.events import AllBlocksCleared
+
+EACH = FULL.block_size + EVENT_WEIGHT
+
+
+class FixedCut:
+    """A cut of these runs."""
+
+    def __init__(self, *runs: BlockStoreMeta) -> None:
+        self._runs = runs
+
+    def sizes(self) -> list[tuple[int, int]]:
+        return [(run.blocks, run.group.block_size) for run in self._runs]
+
+    def runs(self) -> Iterator[BlockStoreMeta]:
+        return iter(self._runs)
+
+
+def run_of(blocks: int, seed: int = 0, block_size: int = FULL.block_size) -> BlockStoreMeta:
+    chain = make_chain(range(1000 * seed, 1000 * seed + blocks * block_size), block_size)
+    group = GroupSpec(0, "full_attention", block_size)
+    return snapshot(chain.offer(range(blocks)), group, "CPU", 32)
+
+
+def rendered(limits: PartLimits, *cuts: FixedCut) -> Snapshot:
+    made = Snapshot(cuts, 7, Encoding(), limits, made_at=0.0, ts=1.0)
+    while not made.done:
+        made.render_next()
+    return made
+
+
+def test_a_clear_comes_first_even_if_nothing_is_resident() -> None:
+    made = rendered(PartLimits())
+    assert [decode_batch(part).batch.events for part in made.parts] == [[AllBlocksCleared()]]
+    assert made.numbers_needed == 1
+
+
+def test_a_run_is_split_where_a_part_is_full() -> None:
+    parts = list(parts_of([FixedCut(run_of(5), run_of(2, 1))], 3 * EACH))
+    assert [[getattr(item, "blocks", 0) for item in part] for part in parts] == [[0, 3], [2, 1], [1]]
+    assert parts[0][0] == Cleared()
+    assert parts[1][0] == run_of(5).part(3, 5)
+
+
+def test_parts_get_heavier_instead_of_too_many() -> None:
+    made = rendered(PartLimits(weight=EACH, parts=4), FixedCut(run_of(100)))
+    assert len(made.parts) <= 5
+    assert made.blocks == 100
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 40])), max_size=8),
+    st.integers(1, 200),
+    st.integers(1, 5),
+)
+def test_any_state_is_whole_within_its_bounds(runs: list[tuple[int, int]], weight: int, parts: int) -> None:
+    metas = [run_of(blocks, seed, block_size) for seed, (blocks, block_size) in enumerate(runs)]
+    made = rendered(PartLimits(weight, parts), FixedCut(*metas))
+    residency = Residency()
+    for part in made.parts:
+        residency.apply(decode_batch(part).batch.events)
+    residency.check()
+    assert len(residency) == sum(meta.blocks for meta in metas) == made.blocks
+    before = Snapshot([FixedCut(*metas)], 7, Encoding(), PartLimits(weight, parts), made_at=0.0, ts=1.0)
+    assert len(made.parts) <= before.numbers_needed
+
+
+@given(st.lists(st.integers(1, 9), max_size=8), st.integers(1, 200))
+def test_no_part_is_heavier_than_one_block_allows(blocks: list[int], weight: int) -> None:
+    cut = FixedCut(*(run_of(count, seed) for seed, count in enumerate(blocks)))
+    parts = list(parts_of([cut], weight))
+    for part in parts:
+        heavy = sum(item.blocks for item in part if isinstance(item, BlockStoreMeta)) * block_weight(
+            FULL.block_size
+        )
+        assert heavy <= max(weight, EACH)
+    assert len(parts) <= most_parts([cut], weight)
+
+
+def test_what_cannot_be_encoded_fails_it_and_ends_it() -> None:
+    meta = BlockStoreMeta(FULL, "CPU", 32, b"h" * 32, bytes(8), None, None, None, [("x" * MAX_PAYLOAD_BYTES,)])
+    made = Snapshot([FixedCut(meta)], 7, Encoding(), PartLimits(), made_at=0.0, ts=1.0)
+    with pytest.raises(WireError):
+        made.render_next()
+    assert (made.done, made.failed, made.parts) == (True, True, [])
+    assert "failed" in repr(made)
