@@ -226,9 +226,9 @@ HELLO = [
     [["layer.0", 0, 0, BLOCK_BYTES, BLOCK_BYTES, BLOCKS]],
     0,
 ]
-OFFER = ["req-1", 0, b"".join(HASHES), int32s(TOKENS), int32s([0, 1, 2]), None, None, None, None]
+OFFER = ["req-1", 0, b"".join(HASHES), int32s(TOKENS), int32s([0, 1, 2]), None, None, None, None, None]
 STEP = ["step", 1, [OFFER], [], []]
-LOOKUP = ["lookup", 2, "req-2", b"".join(HASHES), 10.0, 0]
+LOOKUP = ["lookup", 2, "req-2", b"".join(HASHES), 10.0, 0, False]
 
 
 def first_line(process: subprocess.Popen[bytes]) -> bytes:

@@ -6,7 +6,7 @@ every dialect, and a batch of which a dialect lets nothing through is an empty o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -46,7 +46,7 @@ def _weight(item: Announcement) -> int:
     """Numbers that its event will hold."""
     match item:
         case BlockStoreMeta():
-            return item.blocks * (item.group.block_size + 1)
+            return item.blocks * (item.block_size + 1)
         case RemovedRun():
             return len(item.block_hashes)
         case _:
@@ -58,13 +58,13 @@ def _pieces(item: Announcement) -> Iterator[Announcement]:
     if _weight(item) <= MAX_BATCH_TOKENS:
         yield item
     elif isinstance(item, BlockStoreMeta):
-        step = max(1, MAX_BATCH_TOKENS // (item.group.block_size + 1))
+        step = max(1, MAX_BATCH_TOKENS // (item.block_size + 1))
         for start in range(0, item.blocks, step):
             yield item.part(start, min(start + step, item.blocks))
     elif isinstance(item, RemovedRun):
         for start in range(0, len(item.block_hashes), MAX_BATCH_TOKENS):
             hashes = item.block_hashes[start : start + MAX_BATCH_TOKENS]
-            yield RemovedRun(item.group, item.medium, hashes)
+            yield RemovedRun(item.group, item.medium, hashes, item.inner)
 
 
 def encode(
@@ -109,26 +109,24 @@ def removed_event(run: RemovedRun) -> BlockRemoved:
     return BlockRemoved(*_removed_values(VLLM, run, run.medium))
 
 
-def _events(dialect: Dialect, item: Announcement) -> Iterator[msgspec.Struct]:
+def _events(dialect: Dialect, item: Announcement) -> Iterable[msgspec.Struct]:
     """What a dialect says of one announcement: one event, one for each block, or none."""
     shape = shape_of(dialect)
     if not isinstance(item, BlockStoreMeta | RemovedRun):
-        yield shape.cleared
-        return
+        return (shape.cleared,)
     medium = _let_through(dialect, item)
     if medium is None:
-        return
+        return ()
     if isinstance(item, BlockStoreMeta):
         stored = _stored_values(dialect, item, medium)
-        yield from map(shape.stored, _stored_one_by_one(stored) if dialect.one_hash else (stored,))
-    else:
-        removed = _removed_values(dialect, item, medium)
-        yield from map(shape.removed, _removed_one_by_one(removed) if dialect.one_hash else (removed,))
+        return map(shape.stored, _stored_one_by_one(stored)) if dialect.one_hash else (shape.stored(stored),)
+    removed = _removed_values(dialect, item, medium)
+    return map(shape.removed, _removed_one_by_one(removed)) if dialect.one_hash else (shape.removed(removed),)
 
 
 def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | None:
     """The name of the item's medium in this dialect; None if the item is filtered out."""
-    if dialect.groups is Groups.MAIN and not is_main(item.group):
+    if (item.inner and not dialect.inner) or (dialect.groups is Groups.MAIN and not is_main(item.group)):
         return None
     return dialect.medium(item.medium)
 
@@ -146,7 +144,7 @@ def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str) -> tuple
         hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes),
         None if parent is None else hash_in(dialect.hashes, parent),
         unpack(meta.token_ids).tolist(),
-        group.block_size,
+        meta.block_size,
         meta.lora_id,
         medium,
         meta.lora_name,

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from kvevents_service.core.announce import encode
+from kvevents_service.core.announce import encode, encoding_key
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.wire.dialects import DIALECTS
 
 
 class Encoding(NamedTuple):
-    """One way to write a batch. Outputs whose encodings are equal share the bytes."""
+    """One way to write a batch. Outputs whose encodings have one `key` share the bytes."""
 
     dialect: str = "vllm"
     dp_rank: int = 0
     publisher_id: bytes | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for encodings that write the same bytes."""
+        dialect = DIALECTS[self.dialect]
+        return encoding_key(dialect), self.dp_rank, self.publisher_id if dialect.publisher_id else None
 
     def encode(self, announcements: Sequence[Announcement], ts: float) -> bytes:
         """The payload of a batch; `ts` in seconds since the epoch. WireError if it is too large for a reader."""

@@ -7,6 +7,8 @@ the blocks from `first_needed` to T:
     sliding_window, sliding_window_mla                   the last window - 1 tokens
     chunked_local_attention                              from the start of the chunk that token T is in
     mamba                                                the one state block that ends at T
+
+In attention over the whole prefix and in mamba T may lie inside a block: the block that T is in is needed then.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attentio
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 CHUNK_KIND = "chunked_local_attention"
 STATE_KIND = "mamba"
+FINE_KINDS = PREFIX_KINDS | {STATE_KIND}
+"""Kinds in which a prefix may end inside a block, at any hash unit."""
 KINDS = PREFIX_KINDS | WINDOW_KINDS | {CHUNK_KIND, STATE_KIND}
 WINDOWED = WINDOW_KINDS | {CHUNK_KIND}
 """Kinds whose `sliding_window` says how far back, or in chunks of what, they look."""
@@ -35,7 +39,7 @@ def first_needed(group: GroupSpec, tokens: int) -> int:
     if group.kind in PREFIX_KINDS:
         return 0
     if group.kind == STATE_KIND:
-        return max(0, tokens - group.block_size)
+        return max(0, -(-tokens // group.block_size) - 1) * group.block_size
     window = group.sliding_window or tokens
     if group.kind == CHUNK_KIND:
         return tokens // window * window
@@ -45,10 +49,10 @@ def first_needed(group: GroupSpec, tokens: int) -> int:
 def needed_blocks(group: GroupSpec, tokens: int, start_tokens: int = 0) -> range:
     """Logical block numbers that a prefix of `tokens` tokens needs, those before `start_tokens` left out.
 
-    Both are multiples of the group's block size.
+    Both are multiples of the group's block size, but `tokens` may be any number in `FINE_KINDS`.
     """
     first = max(first_needed(group, tokens), start_tokens) // group.block_size
-    return range(first, tokens // group.block_size)
+    return range(first, -(-tokens // group.block_size))
 
 
 def alignment(groups: Sequence[GroupSpec]) -> int:

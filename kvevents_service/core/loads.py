@@ -69,7 +69,7 @@ class Loads:
             raise ControlError(
                 "bad_start", "start_tokens", f"a multiple of {spec.hash_tokens} tokens, not negative"
             )
-        return PrefixQuery(lookup.block_hashes, lookup.start_tokens, spec.hash_tokens, spec.hash_bytes)
+        return PrefixQuery(lookup.block_hashes, lookup.start_tokens, spec.hash_tokens, spec.hash_bytes, lookup.fine)
 
     def _pins(self, query: PrefixQuery, tokens: int) -> tuple[int, ...] | None:
         """What keeps a prefix of `tokens` loadable; None if the hashes are not what a chain's would be."""
@@ -77,7 +77,7 @@ class Loads:
         for group in self._groups:
             wanted = needed_blocks(group, tokens, query.start_tokens)
             for block in wanted[-1:] if group.kind in PREFIX_KINDS else wanted:
-                slot = loadable(self.tier.pool, group, query, block)
+                slot = loadable(self.tier.pool, group, query, block, tokens)
                 if slot is None:
                     return None
                 pins.append(slot)
@@ -122,7 +122,7 @@ class Loads:
     def _accepted_units(self, lease: Lease, load: Load, ids: int) -> int:
         """Hash units of the hit that the engine takes; 0 if its block ids do not fit them."""
         units = self._implied_units(ids) if load.units is None else load.units
-        if not 0 < units <= lease.units or units % self._step_units:
+        if not 0 < units <= lease.units or (units % self._step_units and not lease.query.fine):
             return 0
         return units if ids == sum(len(self._needed(lease, group, units)) for group in self._groups) else 0
 

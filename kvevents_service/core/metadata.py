@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvevents_service.wire.control import GroupSpec, Offer
+from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 
 TOKEN_BYTES = 4
 
@@ -21,7 +21,10 @@ ExtraKeys = list[Any]
 
 
 class BlockStoreMeta(msgspec.Struct, frozen=True, gc=False):
-    """n consecutive blocks: packed hashes (n x hash_bytes), packed int32 token ids (n x block_size)."""
+    """n consecutive blocks: packed hashes (n x hash_bytes), packed int32 token ids (n x block_size).
+
+    `inner`: the name of a prefix that ends inside a block. Its tokens are those of its last hash unit.
+    """
 
     group: GroupSpec
     medium: str
@@ -32,10 +35,16 @@ class BlockStoreMeta(msgspec.Struct, frozen=True, gc=False):
     lora_id: int | None
     lora_name: str | None
     extra_keys: ExtraKeys | None
+    inner: bool = False
 
     @property
     def blocks(self) -> int:
         return len(self.block_hashes) // self.hash_bytes
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of each hash: the group's block size, or one hash unit."""
+        return len(self.token_ids) // TOKEN_BYTES // self.blocks if self.inner else self.group.block_size
 
     def hash_at(self, position: int) -> bytes:
         start = position * self.hash_bytes
@@ -56,11 +65,12 @@ class BlockStoreMeta(msgspec.Struct, frozen=True, gc=False):
 
 
 class RemovedRun(msgspec.Struct, frozen=True, gc=False):
-    """Blocks of one group that left a tier, leaves before their parents."""
+    """Blocks of one group that left a tier, leaves before their parents; or the `inner` names of such blocks."""
 
     group: GroupSpec
     medium: str
     block_hashes: tuple[bytes, ...]
+    inner: bool = False
 
 
 class Cleared(msgspec.Struct, frozen=True, gc=False):
@@ -71,10 +81,11 @@ Announcement = BlockStoreMeta | RemovedRun | Cleared
 
 
 class StoreRun(NamedTuple):
-    """Where the blocks of one snapshot go: `slots[i]` takes block i of `meta`."""
+    """Where the blocks of one snapshot go: `slots[i]` takes block i of `meta`. `inner`: further names of them."""
 
     meta: BlockStoreMeta
     slots: list[int]
+    inner: tuple[BlockStoreMeta, ...] = ()
 
 
 class TransferMeta(msgspec.Struct, frozen=True, eq=False):
@@ -99,15 +110,35 @@ class TransferMeta(msgspec.Struct, frozen=True, eq=False):
 
 
 def snapshot(offer: Offer, group: GroupSpec, medium: str, hash_bytes: int) -> BlockStoreMeta:
-    """The snapshot of an offer. Cheap: it keeps the offer's own bytes."""
+    """The snapshot of an offer's whole blocks. Cheap: it keeps the offer's own bytes."""
+    blocks = len(offer.block_hashes) // hash_bytes
     return BlockStoreMeta(
         group,
         medium,
         hash_bytes,
         offer.block_hashes,
-        offer.token_ids,
+        offer.token_ids[: blocks * group.block_size * TOKEN_BYTES],  # the same object unless there is a tail
         offer.parent,
         offer.lora_id,
         offer.lora_name,
         offer.extra_keys,
+    )
+
+
+def inner_snapshot(
+    offer: Offer, name: InnerHash, group: GroupSpec, medium: str, hash_tokens: int
+) -> BlockStoreMeta:
+    """The snapshot of one inner hash of an offer: the hash unit that ends there."""
+    end = (name.block * group.block_size + name.units * hash_tokens) * TOKEN_BYTES
+    return BlockStoreMeta(
+        group,
+        medium,
+        len(name.block_hash),
+        name.block_hash,
+        offer.token_ids[end - hash_tokens * TOKEN_BYTES : end],
+        name.parent,
+        offer.lora_id,
+        offer.lora_name,
+        None if name.extra_keys is None else [name.extra_keys],
+        inner=True,
     )

@@ -3,11 +3,11 @@
 A router that takes a late join only from number 0 on cannot be served at number 1,000,000. Its output starts again:
 
     journal  1000000  1000001 | 1000002  1000003  1000004     (re-based before 1000002)
-    output   1000000  1000001 |       1        3        4
+    output   1000000  1000001 |       1        2        3
 
-A reader that sees 1 after a higher number knows a publisher that started anew: it forgets, and misses 0. A reader
-that was at 1 before takes it for a repeat, and then misses 2. Each asks, and gets a snapshot. From then on a number
-has meant two batches, so no start can be trusted: every answer is a snapshot.
+A reader that sees 1 after a higher number knows a publisher that started anew: it forgets, misses 0, asks from
+there, and gets a snapshot. From then on a number has meant two batches, so no start can be trusted: every answer is
+a snapshot. (A reader that heard nothing since number 1, the last time, takes the new 1 for a repeat.)
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class OutputNumbers:
         return number + self.base
 
     def rebase(self, next_seq: int) -> None:
-        """The next two batches are numbered 1 and 3, those after them go on from there."""
-        base = next_seq - FIRST_AGAIN
-        self._bases += [_Base(next_seq, base), _Base(next_seq + 1, base - 1)]
+        """The next batch is numbered FIRST_AGAIN, those after it go on from there."""
+        self._bases.append(_Base(next_seq, next_seq - FIRST_AGAIN))
         del self._bases[:-_KEPT_BASES]
         self.rebased += 1

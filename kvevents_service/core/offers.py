@@ -6,6 +6,7 @@ Every block that is not stored is counted under one reason:
     bad_hash        the parent hash is not hash_bytes long
     bad_tokens      a token id is negative
     bad_extra_keys  an extra key is no tuple of scalars and flat tuples of scalars
+    bad_inner       an inner hash lies in no block, is not hash_bytes long, or the group's blocks have none
     scratch_group   the group is not cacheable
     parent_absent   the block before the run is not in the tier (I6)
     not_a_chain     hashes repeat, or a later block is known where an earlier one is not
@@ -21,9 +22,10 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Final
 
+from kvevents_service.core.groups import FINE_KINDS, PREFIX_KINDS
 from kvevents_service.core.metadata import TOKEN_BYTES, BlockStoreMeta
 from kvevents_service.core.pool import BlockPool
-from kvevents_service.wire.control import GroupSpec, Offer
+from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 from kvevents_service.wire.packing import INT32_BYTES
 
 _SCALARS: Final = (str, bytes, int, float)
@@ -32,6 +34,7 @@ DECLINE_REASONS: Final = (
     "bad_hash",
     "bad_tokens",
     "bad_extra_keys",
+    "bad_inner",
     "scratch_group",
     "parent_absent",
     "not_a_chain",
@@ -41,24 +44,55 @@ DECLINE_REASONS: Final = (
 )
 
 
-def shape_fault(offer: Offer, group: GroupSpec, hash_bytes: int) -> str | None:
+def tail_of(offer: Offer, hash_bytes: int) -> InnerHash | None:
+    """The name of the tail: an offer with a block more than it has hashes ends in one."""
+    named = len(offer.block_hashes) // hash_bytes
+    if len(offer.block_ids) != (named + 1) * INT32_BYTES or not offer.inner:
+        return None
+    last = offer.inner[-1]
+    return last if last.block == named else None
+
+
+def shape_fault(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: int) -> str | None:
     """Why the offer cannot be described exactly, or None. Values are never guessed (I7)."""
-    blocks, rest = divmod(len(offer.block_hashes), hash_bytes)
-    fits = (
-        not rest
-        and len(offer.token_ids) == blocks * group.block_size * TOKEN_BYTES
-        and len(offer.block_ids) == blocks * INT32_BYTES
-        and (offer.extra_keys is None or len(offer.extra_keys) == blocks)
-    )
-    if not fits:
+    if not _lengths_fit(offer, group, hash_bytes, hash_tokens):
         return "bad_lengths"
     if offer.parent is not None and len(offer.parent) != hash_bytes:
         return "bad_hash"
     if not offer.token_ids[INT32_BYTES - 1 :: INT32_BYTES].isascii():
         return "bad_tokens"
-    if offer.extra_keys is not None and not all(map(_is_plain_key, offer.extra_keys)):
+    if not all(map(_is_plain_key, offer.extra_keys or ())):
         return "bad_extra_keys"
+    if offer.inner and not _inner_fits(offer, group, hash_bytes, group.block_size // hash_tokens):
+        return "bad_inner"
     return None if group.cacheable else "scratch_group"
+
+
+def _lengths_fit(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: int) -> bool:
+    blocks, rest = divmod(len(offer.block_hashes), hash_bytes)
+    tail = tail_of(offer, hash_bytes)
+    tokens = blocks * group.block_size + (0 if tail is None else tail.units * hash_tokens)
+    return (
+        not rest
+        and len(offer.token_ids) == tokens * TOKEN_BYTES
+        and len(offer.block_ids) == (blocks + (tail is not None)) * INT32_BYTES
+        and (offer.extra_keys is None or len(offer.extra_keys) == blocks)
+    )
+
+
+def _inner_fits(offer: Offer, group: GroupSpec, hash_bytes: int, units: int) -> bool:
+    """Every inner hash lies inside a block that has such. A state block has but one name: it can only be a tail."""
+    blocks = len(offer.block_hashes) // hash_bytes if group.kind in PREFIX_KINDS else 0
+    tail = tail_of(offer, hash_bytes) if group.kind in FINE_KINDS else None
+    return all(
+        (0 <= name.block < blocks or name is tail)
+        and 0 < name.units < units
+        and len(name.block_hash) == hash_bytes
+        and (name.parent is None) == (offer.parent is None and name.block == 0 and name.units == 1)
+        and len(name.parent or name.block_hash) == hash_bytes
+        and _is_plain_key(name.extra_keys)
+        for name in offer.inner or ()
+    )
 
 
 def _is_plain_key(entry: object) -> bool:

@@ -6,6 +6,10 @@
                           |                  |
                           +----abandon-------+--clear--> DOOMED --(unpinned, childless)--> FREE
 
+A block is named by the hash at its end. It may have inner names, too, of prefixes that end inside it; a tail, which
+is not full, has only its inner name. They come and go with the block, and one that another block has is not given
+twice.
+
 PENDING: a copy is writing the slot. READY: loadable, announced. ORPHANED: no longer found by hash, but a copy is
 still writing. DOOMED: not found by hash, and freed when its last pin and its last child are gone.
 
@@ -29,10 +33,19 @@ from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, ORPHANED, PENDING
 
 
 class Evicted(NamedTuple):
-    """A block that left to make room."""
+    """A name that left with its block to make room."""
 
     group: int
     block_hash: bytes
+    inner: bool = False
+
+
+class Forgotten(NamedTuple):
+    """Names of one group that were READY and are none any more, children before parents."""
+
+    group: int
+    hashes: list[bytes]
+    inner: bool
 
 
 class Allocation(NamedTuple):
@@ -48,6 +61,8 @@ class BlockPool(SlotTable):
     def __init__(self, capacity: int, groups: int) -> None:
         super().__init__(capacity)
         self.index: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self.inner: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self._more_names: dict[int, list[bytes]] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._queue = EvictionQueue(capacity)
 
@@ -56,7 +71,7 @@ class BlockPool(SlotTable):
 
     def __len__(self) -> int:
         """Blocks found by hash, pending ones included."""
-        return sum(map(len, self.index))
+        return self.count(PENDING) + self.count(READY)
 
     @property
     def free_slots(self) -> int:
@@ -85,6 +100,10 @@ class BlockPool(SlotTable):
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
         return self.index[group].get(block_hash)
 
+    def inner_slot(self, group: int, block_hash: bytes) -> int | None:
+        """The block inside which the prefix of this hash ends."""
+        return self.inner[group].get(block_hash)
+
     # store
 
     def is_fresh_chain(self, group: int, hashes: list[bytes]) -> bool:
@@ -106,7 +125,8 @@ class BlockPool(SlotTable):
         count = min(len(hashes), len(self._free))
         slots = self._take_free(count)
         if count:
-            self.index[meta.group.index].update(zip(hashes, slots, strict=False))
+            names = self.inner if meta.inner else self.index
+            names[meta.group.index].update(zip(hashes, slots, strict=False))
             self._fill(meta, hashes, slots, parent)
             if meta.group.kind not in PREFIX_KINDS:
                 self._unlink(slots)
@@ -114,6 +134,15 @@ class BlockPool(SlotTable):
         elif parent is not None:
             self._offer_if_evictable(parent)
         return Allocation(slots, evicted)
+
+    def add_name(self, slot: int, block_hash: bytes) -> bool:
+        """A prefix ends inside this block. False if another block has the name: it stays that block's."""
+        names = self.inner[self._group[slot]]
+        if block_hash in names:
+            return False
+        names[block_hash] = slot
+        self._more_names.setdefault(slot, []).append(block_hash)
+        return True
 
     def _take_free(self, count: int) -> list[int]:
         if not count:
@@ -136,29 +165,25 @@ class BlockPool(SlotTable):
         """The copy into these slots has ended, and its blocks are not wanted."""
         for slot in slots:
             if self._state[slot] == PENDING:
-                self._unindex(slot)
+                self._unname(self._group[slot], [slot])
             self._state[slot] = DOOMED
         for slot in slots:
             self._reap(slot)
 
-    def clear(self) -> list[tuple[int, list[bytes]]]:
-        """Forget every block by hash. Returns (group, hashes that were READY, children before parents) a group."""
-        return [(group, self._clear_group(group)) for group in range(len(self.index))]
+    def clear(self) -> list[Forgotten]:
+        """Forget every block by hash."""
+        return [gone for group in range(len(self.index)) for gone in self._clear_group(group) if gone.hashes]
 
-    def _clear_group(self, group: int) -> list[bytes]:
-        slots = list(self.index[group].values())
-        slots.reverse()  # a child is always inserted after its parent
-        were_ready = []
+    def _clear_group(self, group: int) -> tuple[Forgotten, Forgotten]:
+        inner, blocks = self.ready_inner(group)[::-1], self.ready_hashes(group)[::-1]
+        slots = list({*self.inner[group].values()}.difference(self.index[group].values()))  # tails
+        slots += reversed(self.index[group].values())  # a child is always inserted after its parent
+        self._unname(group, slots)
         for slot in slots:
-            block_hash = self._unindex(slot)
-            if self._state[slot] == READY:
-                were_ready.append(block_hash)
-                self._state[slot] = DOOMED
-            else:
-                self._state[slot] = ORPHANED
+            self._state[slot] = DOOMED if self._state[slot] == READY else ORPHANED
         for slot in slots:
             self._reap(slot)
-        return were_ready
+        return Forgotten(group, inner, True), Forgotten(group, blocks, False)
 
     # use
 
@@ -220,27 +245,28 @@ class BlockPool(SlotTable):
                 self._offer_if_evictable(parent)
                 break
             slot = parent
-        return self._forget(self._group[slot], chain)
+        self._free += chain
+        return self._unname(self._group[slot], chain)
 
-    def _forget(self, group: int, slots: list[int]) -> list[Evicted]:
-        """Out of the index, and free: `slots` are blocks of one group that are FREE by now."""
+    def _unname(self, group: int, slots: list[int]) -> list[Evicted]:
+        """Out of the index: blocks of one group, with all their names."""
         index, names, metas, evicted = self.index[group], self._hash, self._meta, []
         for slot in slots:
             block_hash = names[slot]
-            assert block_hash is not None, "only an indexed block can be evicted"
-            del index[block_hash]
+            assert block_hash is not None, "only an indexed block can leave the index"
+            if index.pop(block_hash, None) is None:
+                del self.inner[group][block_hash]
+                evicted.append(Evicted(group, block_hash, True))
+            else:
+                evicted.append(Evicted(group, block_hash))
             names[slot] = metas[slot] = None
-            evicted.append(Evicted(group, block_hash))
-        self._free += slots
-        return evicted
+        return [*self._unname_inner(group, slots), *evicted] if self._more_names else evicted
 
-    def _unindex(self, slot: int) -> bytes:
-        block_hash = self._hash[slot]
-        assert block_hash is not None, "only an indexed block can leave the index"
-        del self.index[self._group[slot]][block_hash]
-        self._hash[slot] = None
-        self._meta[slot] = None
-        return block_hash
+    def _unname_inner(self, group: int, slots: list[int]) -> list[Evicted]:
+        gone = [name for slot in slots for name in self._more_names.pop(slot, ())]
+        for name in gone:
+            del self.inner[group][name]
+        return [Evicted(group, name, True) for name in gone]
 
     def _reap(self, slot: int) -> None:
         """Free a doomed block that nothing holds, then its doomed parents."""
@@ -275,6 +301,15 @@ class BlockPool(SlotTable):
         state = self._state
         return [block_hash for block_hash, slot in self.index[group].items() if state[slot] == READY]
 
+    def ready_inner(self, group: int) -> list[bytes]:
+        """Hashes of every prefix of a group that ends inside a loadable block."""
+        state = self._state
+        return [block_hash for block_hash, slot in self.inner[group].items() if state[slot] == READY]
+
+    def ready_names(self, group: int) -> list[bytes]:
+        """Every name under which something of a group can be loaded: what the stream says is resident."""
+        return [*self.ready_hashes(group), *self.ready_inner(group)]
+
     def check(self) -> None:
         """Assert every internal invariant; for tests and doctors, O(capacity)."""
         assert self.count(FREE) == len(self._free) == len(set(self._free))
@@ -284,6 +319,7 @@ class BlockPool(SlotTable):
             if self._parent[slot] != NO_SLOT:
                 children[self._parent[slot]] += 1
         assert children == self._children
+        assert sum(map(len, (*self.index, *self.inner))) == len(self) + sum(map(len, self._more_names.values()))
 
     def _check_slot(self, slot: int) -> None:
         state, parent = self._state[slot], self._parent[slot]
@@ -294,6 +330,9 @@ class BlockPool(SlotTable):
             return
         indexed = self._hash[slot] is not None
         assert indexed == (state in (PENDING, READY))
-        assert not indexed or self.index[self._group[slot]][self._hash[slot] or b""] == slot
+        group, name = self._group[slot], self._hash[slot] or b""
+        assert not indexed or slot in (self.slot_of(group, name), self.inner_slot(group, name))
+        assert all(self.inner[group][more] == slot for more in self._more_names.get(slot, ()))
+        assert indexed or slot not in self._more_names
         assert parent == NO_SLOT or self._state[parent] != FREE
         assert state != READY or parent == NO_SLOT or self._state[parent] == READY, "prefix closure"

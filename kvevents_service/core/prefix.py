@@ -4,13 +4,16 @@ Hashes come in units of `hash_tokens`; block i of a group with k units a block i
 a prefix kind the loadable blocks are a prefix, found by bisection. In the other kinds a block stands for itself, so
 candidates are tried from the longest down, and a missing block rules out every candidate that needs it. No block is
 asked for twice, however often the groups disagree: a lookup is linear in the blocks of its prompt.
+
+A fine query may end inside a block, where every group can: in a prefix kind if the block is all there, or has the
+inner name of that prefix; a state only if it has that name.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvevents_service.core.groups import PREFIX_KINDS, alignment, needed_blocks
+from kvevents_service.core.groups import FINE_KINDS, PREFIX_KINDS, alignment, needed_blocks
 from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.slots import READY
 from kvevents_service.wire.control import GroupSpec
@@ -23,15 +26,20 @@ class PrefixQuery(NamedTuple):
     start_tokens: int
     hash_tokens: int
     hash_bytes: int
+    fine: bool = False
 
     @property
     def end_tokens(self) -> int:
         return self.start_tokens + len(self.packed) // self.hash_bytes * self.hash_tokens
 
+    def hash_at(self, tokens: int) -> bytes:
+        """The hash of the unit that ends at `tokens`, behind `start_tokens`."""
+        unit = (tokens - self.start_tokens) // self.hash_tokens - 1
+        return self.packed[unit * self.hash_bytes : (unit + 1) * self.hash_bytes]
+
     def block_hash(self, group: GroupSpec, block: int) -> bytes:
         """The hash of a logical block at or after `start_tokens`."""
-        unit = ((block + 1) * group.block_size - self.start_tokens) // self.hash_tokens - 1
-        return self.packed[unit * self.hash_bytes : (unit + 1) * self.hash_bytes]
+        return self.hash_at((block + 1) * group.block_size)
 
     def first_units(self, tokens: int) -> bytes:
         """The packed hashes of the units up to `tokens`."""
@@ -54,7 +62,28 @@ def longest_prefix(pool: BlockPool, groups: tuple[GroupSpec, ...], query: Prefix
             tokens = _longest_chain(pool, group, query, tokens, step)
         else:
             loose.append(_Scan(pool, group, query))
-    return _agree(loose, query.start_tokens, tokens, step)
+    tokens = _agree(loose, query.start_tokens, tokens, step)
+    fine = query.fine and all(group.kind in FINE_KINDS for group in cacheable)
+    return _finer(pool, cacheable, query, tokens) if fine else tokens
+
+
+def _finer(pool: BlockPool, groups: list[GroupSpec], query: PrefixQuery, tokens: int) -> int:
+    """The longest prefix of whole hash units, `tokens` at least."""
+    chains = {
+        group.index: _longest_chain(pool, group, query, query.end_tokens, group.block_size)
+        for group in groups
+        if group.kind in PREFIX_KINDS
+    }
+    most = min(chains[group.index] + group.block_size - 1 for group in groups if group.index in chains)
+    most = min(most, query.end_tokens) // query.hash_tokens * query.hash_tokens
+    for candidate in range(most, tokens, -query.hash_tokens):
+        if all(
+            candidate <= chains.get(group.index, 0)
+            or loadable(pool, group, query, (candidate - 1) // group.block_size, candidate) is not None
+            for group in groups
+        ):
+            return candidate
+    return tokens
 
 
 def _agree(scans: list[_Scan], start: int, tokens: int, step: int) -> int:
@@ -74,7 +103,7 @@ def _longest_chain(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens
     if group.block_size == query.hash_tokens:
         blocks = pool.ready_prefix(group.index, query.first_units(tokens), query.hash_bytes)
     else:
-        wanted = needed_blocks(group, tokens, query.start_tokens)
+        wanted = range(query.start_tokens // group.block_size, tokens // group.block_size)
         packed = b"".join(query.block_hash(group, block) for block in wanted)
         blocks = pool.ready_prefix(group.index, packed, query.hash_bytes)
     return (query.start_tokens + blocks * group.block_size) // step * step
@@ -96,16 +125,20 @@ class _Scan:
         """The last block that a prefix of `tokens` needs and this group cannot load."""
         needed = needed_blocks(self.group, tokens, self.query.start_tokens)
         for block in range(min(needed.stop, self._seen) - 1, needed.start - 1, -1):
-            if loadable(self.pool, self.group, self.query, block) is None:
+            if loadable(self.pool, self.group, self.query, block, tokens) is None:
                 self._seen = block  # every later candidate ends here or before
                 return block
         self._seen = min(self._seen, needed.start)
         return None
 
 
-def loadable(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int) -> int | None:
-    """The slot of a logical block, if its bytes can be loaded now."""
-    slot = pool.slot_of(group.index, query.block_hash(group, block))
+def loadable(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int, tokens: int) -> int | None:
+    """The slot of a logical block, if its bytes up to `tokens` can be loaded now."""
+    end = (block + 1) * group.block_size
+    whole = end <= tokens or (group.kind in PREFIX_KINDS and end <= query.end_tokens)
+    slot = pool.slot_of(group.index, query.hash_at(end)) if whole else None
+    if slot is None and end > tokens:
+        slot = pool.inner_slot(group.index, query.hash_at(tokens))
     return slot if slot is not None and pool.state_of(slot) == READY else None
 
 
@@ -114,7 +147,8 @@ def slots_of(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int)
 
     None, too, where a prefix kind's blocks are no chain: then the pin on the last would not keep the others.
     """
-    slots = [loadable(pool, group, query, block) for block in needed_blocks(group, tokens, query.start_tokens)]
+    wanted = needed_blocks(group, tokens, query.start_tokens)
+    slots = [loadable(pool, group, query, block, tokens) for block in wanted]
     found = [slot for slot in slots if slot is not None]
     if len(found) < len(slots):
         return None

@@ -2,10 +2,15 @@
 
     retained    start ................................ end
     snapshot    first: clear + state ... | empty ... upto | retained ... end
+    exact       start: clear + state | empty ........ upto | retained ... end
 
 The reply is contiguous. `first` is the number asked for, or 9,999 below the newest. If the state needs more
 numbers than there are, empty batches are appended, so that `upto` is far enough. A reply that meets a number which
 is no longer kept stops there: its reader misses the next one, and asks again.
+
+An exact reply is for readers that take it only from the number they asked for, and only up to the live message that
+made them ask, which we do not know: the whole state is in its first number. What comes live after that may be older
+than the state; it ends at the same state all the same, as the last thing said of each block is said again.
 """
 
 from __future__ import annotations
@@ -22,10 +27,13 @@ from kvevents_service.core.snapshot import PartLimits, Snapshot
 class ReplayLimits(NamedTuple):
     """reach: most numbers in a reply that starts with a snapshot; more than its parts. Times in seconds.
 
+    exact_reach: most numbers in an exact one; empty batches, most of them.
+
     snapshots: in memory at once, slow readers' ones included. fresh_s: so long one serves those who come after.
     """
 
     reach: int = 10_000
+    exact_reach: int = 100_000
     snapshots: int = 3
     fresh_s: float = 5.0
     parts: PartLimits = PartLimits()
@@ -42,13 +50,21 @@ class Reply:
     """The messages of one answer, from number `seq` to `end` of the journal. Close it: it may hold a snapshot."""
 
     def __init__(
-        self, journal: Journal, encoding: int, first: int, end: int, snapshot: Snapshot | None = None
+        self,
+        journal: Journal,
+        encoding: int,
+        first: int,
+        end: int,
+        snapshot: Snapshot | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
         self.seq = self.first = first
         self.end = end
         self.snapshot = snapshot
         self._journal = journal
         self._encoding = encoding
+        self._exact = exact
         if snapshot is not None:
             snapshot.readers += 1
 
@@ -68,10 +84,12 @@ class Reply:
 
     def _of_snapshot(self, snapshot: Snapshot) -> bytes | Wait | None:
         place = self.seq - self.first
-        if place < len(snapshot.parts):
+        if place < len(snapshot.parts) and not self._exact:
             return snapshot.parts[place]
         if not snapshot.done:
             return WAIT
+        if place == 0 and self._exact:
+            return snapshot.joined()
         return None if snapshot.failed else snapshot.empty
 
     def advance(self) -> None:
@@ -138,26 +156,27 @@ class Recovery:
         journal = self.journal
         end = journal.next_seq - 1
         if start > end or (start >= journal.whole_from and not distrust):
-            return self._reply(encoding, start, end)
+            return Reply(journal, encoding, start, end)
         first = start if exact else max(start, end - self.limits.reach + 1)
-        snapshot = self._shared(first, encoding) or self._make(first, encoding)
-        return None if snapshot is None else self._reply(encoding, first, journal.next_seq - 1, snapshot)
+        room_from = None if exact else first
+        snapshot = self._shared(room_from, encoding, first) or self._make(room_from, encoding)
+        if snapshot is None:
+            return None
+        return Reply(journal, encoding, first, journal.next_seq - 1, snapshot, exact=exact)
 
     def whole(self, encoding: int) -> Reply | None:
         """The state after the newest number, wherever its parts are numbered; None: ask again later."""
         end = self.journal.next_seq - 1
         snapshot = self._shared(None, encoding) or self._make(None, encoding)
-        return None if snapshot is None else self._reply(encoding, end + 1, end, snapshot)
-
-    def _reply(self, encoding: int, first: int, end: int, snapshot: Snapshot | None = None) -> Reply:
-        return Reply(self.journal, encoding, first, end, snapshot)
+        return None if snapshot is None else Reply(self.journal, encoding, end + 1, end, snapshot)
 
     # the shared snapshot
 
-    def _shared(self, first: int | None, encoding: int) -> Snapshot | None:
+    def _shared(self, first: int | None, encoding: int, least_upto: int = 0) -> Snapshot | None:
         """One that is young, has numbers enough from `first` on, and is followed by retained batches."""
         for snapshot in self._young():
-            fits = first is None or first + snapshot.numbers_needed - 1 <= snapshot.upto
+            needed = least_upto if first is None else first + snapshot.numbers_needed - 1
+            fits = needed <= snapshot.upto
             if snapshot.encoding == self.encodings[encoding] and fits:
                 return snapshot
         return None

@@ -7,7 +7,7 @@ dialect: hashes are keyed by their low 64 bits, media by their canonical name, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvevents_service.core.groups import PREFIX_KINDS
@@ -32,9 +32,14 @@ def key64(block_hash: BlockHash) -> int:
 
 
 class Residency:
-    """What one publisher's stream says is resident. `faults` counts what a true stream never does."""
+    """What one publisher's stream says is resident. `faults` counts what a true stream never does.
 
-    def __init__(self) -> None:
+    `block_sizes`: tokens of a block of each group, where inner names may come: those are of fewer tokens, and their
+    parent need not be there.
+    """
+
+    def __init__(self, block_sizes: Mapping[int, int] | None = None) -> None:
+        self.block_sizes = block_sizes or {}
         self.shelves: dict[Shelf, dict[int, int | None]] = {}
         self.faults: Counter[str] = Counter()
         self.stored = self.removed = self.cleared = 0
@@ -70,7 +75,8 @@ class Residency:
         parent = None if event.parent_block_hash is None else key64(event.parent_block_hash)
         if len(event.token_ids) != len(event.block_hashes) * event.block_size:
             self.faults["token_count"] += 1
-        chained = event.kv_cache_spec_kind is None or event.kv_cache_spec_kind in PREFIX_KINDS
+        inner = event.block_size < self.block_sizes.get(event.group_idx or 0, 0)
+        chained = not inner and (event.kv_cache_spec_kind is None or event.kv_cache_spec_kind in PREFIX_KINDS)
         if chained and parent is not None and parent not in shelf:
             self.faults["parent_absent"] += 1
         for block_hash in event.block_hashes:

@@ -96,8 +96,8 @@ class OffloadScheduler:
 
     def clear(self) -> tuple[list[Command], int]:
         """Remove every block of the tier; returns the announcement and how many blocks were removed."""
-        cleared = [(group, hashes) for group, hashes in self.pool.clear() if hashes]
-        removed = sum(len(hashes) for _, hashes in cleared)
+        cleared = self.pool.clear()
+        removed = sum(len(gone.hashes) for gone in cleared)
         return ([self.stores.removal(cleared)] if cleared else []), removed
 
     def tick(self, now: float) -> None:

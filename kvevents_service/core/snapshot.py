@@ -12,6 +12,8 @@ from kvevents_service.core.cut import Cut
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared
 from kvevents_service.errors import WireError
+from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES
+from kvevents_service.wire.splice import spliced
 
 EVENT_WEIGHT: Final = 16
 """What a block costs beside its tokens, if it is an event of its own."""
@@ -81,12 +83,21 @@ class Snapshot:
         self.readers = self.blocks = self.bytes = 0
         self._most_parts = most_parts(cuts, weight)
         self.empty = encoding.encode((), ts)
+        self._joined: bytes | None = None
         self._ts = ts
         self._rest = parts_of(cuts, weight)
 
     def __repr__(self) -> str:
         state = "failed" if self.failed else "done" if self.done else "growing"
         return f"<Snapshot upto={self.upto} {state} parts={len(self.parts)} readers={self.readers}>"
+
+    def joined(self) -> bytes | None:
+        """The whole state as one payload, once it is done; None if a reader would refuse its size."""
+        if self._joined is None and not self.failed:
+            if self.bytes > MAX_PAYLOAD_BYTES:
+                return None
+            self._joined = spliced(self.empty, self.parts)
+        return self._joined
 
     @property
     def numbers_needed(self) -> int:

@@ -17,10 +17,11 @@ from kvevents_service.core.metadata import (
     RemovedRun,
     StoreRun,
     TransferMeta,
+    inner_snapshot,
     snapshot,
 )
-from kvevents_service.core.offers import chain_fault, parent_slot, runs, shape_fault, split_hashes
-from kvevents_service.core.pool import Evicted
+from kvevents_service.core.offers import chain_fault, parent_slot, runs, shape_fault, split_hashes, tail_of
+from kvevents_service.core.pool import Evicted, Forgotten
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.tier import Tier
 from kvevents_service.errors import ControlError
@@ -71,32 +72,45 @@ class Stores:
         return [*commands, Copy(self._transfer(session_id, step.step_id, tally, now))]
 
     def _take_offer(self, offer: Offer, tally: StepTally) -> None:
-        spec, pool = self.tier.spec, self.tier.pool
+        spec = self.tier.spec
         group = spec.groups[offer.group]
-        fault = shape_fault(offer, group, spec.hash_bytes)
+        fault = shape_fault(offer, group, spec.hash_bytes, spec.hash_tokens)
         if fault is not None:
             self._decline(tally, fault, len(offer.block_ids) // INT32_BYTES)
             return
         meta = snapshot(offer, group, spec.medium, spec.hash_bytes)
         hashes = split_hashes(offer.block_hashes, spec.hash_bytes)
-        if group.kind not in PREFIX_KINDS:
-            self._take_loose(offer, meta, hashes, tally)
-            return
-        known = pool.known_prefix(group.index, hashes)
+        if hashes:
+            (self._take_chain if group.kind in PREFIX_KINDS else self._take_loose)(offer, meta, hashes, tally)
+        tail = tail_of(offer, spec.hash_bytes)
+        if tail is not None:
+            self._take_tail(offer, inner_snapshot(offer, tail, group, spec.medium, spec.hash_tokens), tally)
+
+    def _take_chain(self, offer: Offer, meta: BlockStoreMeta, hashes: list[bytes], tally: StepTally) -> None:
+        """Blocks behind their parent: what is unknown of the run."""
+        pool = self.tier.pool
+        known = pool.known_prefix(meta.group.index, hashes)
         parent = parent_slot(pool, meta, hashes, known)
         if parent is not None:
             pool.touch(parent)
-        tally.known += known
-        self.tier.counters["blocks_known"] += known
+        self._count_known(tally, known)
         if known == len(hashes):
             return
         fault = self._fault(meta, hashes, known, parent)
         if fault is not None:
             self._decline(tally, fault, len(hashes) - known)
             return
-        self._store(
-            meta.part(known, len(hashes)), hashes[known:], parent, offer.block_ids[INT32_BYTES * known :], tally
-        )
+        rest, block_ids = meta.part(known, len(hashes)), offer.block_ids[INT32_BYTES * known :]
+        self._store(rest, hashes[known:], parent, block_ids, tally, self._names(offer, known))
+
+    def _names(self, offer: Offer, first: int) -> list[tuple[int, BlockStoreMeta]]:
+        """Inner names of an offer's blocks, with the block's place behind block `first`."""
+        spec = self.tier.spec
+        group = spec.groups[offer.group]
+        return [
+            (name.block - first, inner_snapshot(offer, name, group, spec.medium, spec.hash_tokens))
+            for name in offer.inner or ()
+        ]
 
     def _take_loose(self, offer: Offer, meta: BlockStoreMeta, hashes: list[bytes], tally: StepTally) -> None:
         """Blocks that need no parent: each unknown one is stored, consecutive ones as one run."""
@@ -104,9 +118,7 @@ class Stores:
         slots = [pool.slot_of(group, block_hash) for block_hash in hashes]
         pool.touch_all([slot for slot in slots if slot is not None])
         wanted = [position for position, slot in enumerate(slots) if slot is None]
-        known = len(hashes) - len(wanted)
-        tally.known += known
-        self.tier.counters["blocks_known"] += known
+        self._count_known(tally, len(hashes) - len(wanted))
         if not pool.is_fresh_chain(group, [hashes[position] for position in wanted]):
             self._decline(tally, "not_a_chain", len(wanted))
             return
@@ -115,7 +127,28 @@ class Stores:
                 self._decline(tally, "backlog", stop - start)
             else:
                 block_ids = offer.block_ids[INT32_BYTES * start :]
-                self._store(meta.part(start, stop), hashes[start:stop], None, block_ids, tally)
+                self._store(meta.part(start, stop), hashes[start:stop], None, block_ids, tally, [])
+
+    def _take_tail(self, offer: Offer, meta: BlockStoreMeta, tally: StepTally) -> None:
+        """The last block, filled up to its inner name alone."""
+        pool, group = self.tier.pool, meta.group
+        slot = pool.inner_slot(group.index, meta.block_hashes)
+        if slot is not None:
+            pool.touch(slot)
+            self._count_known(tally, 1)
+            return
+        before = offer.block_hashes[-meta.hash_bytes :] or offer.parent
+        parent = None if before is None or group.kind not in PREFIX_KINDS else pool.slot_of(group.index, before)
+        if parent is None and before is not None and group.kind in PREFIX_KINDS:
+            self._decline(tally, "parent_absent", 1)
+        elif self._over_limit(1):
+            self._decline(tally, "backlog", 1)
+        else:
+            self._store(meta, [meta.block_hashes], parent, offer.block_ids[-INT32_BYTES:], tally, [])
+
+    def _count_known(self, tally: StepTally, blocks: int) -> None:
+        tally.known += blocks
+        self.tier.counters["blocks_known"] += blocks
 
     def _over_limit(self, blocks: int) -> bool:
         return self.pending_blocks + blocks > self.tier.limits.max_pending_blocks
@@ -132,6 +165,7 @@ class Stores:
         parent: int | None,
         block_ids: bytes,
         tally: StepTally,
+        names: list[tuple[int, BlockStoreMeta]],
     ) -> None:
         slots, evicted = self.tier.pool.allocate(meta, hashes, parent)
         tally.evicted += evicted
@@ -139,9 +173,14 @@ class Stores:
             self._decline(tally, "no_room", len(hashes) - len(slots))
         if slots:
             self.pending_blocks += len(slots)
-            tally.runs.append(StoreRun(meta.part(0, len(slots)), slots))
+            tally.runs.append(StoreRun(meta.part(0, len(slots)), slots, self._add_names(slots, names)))
             tally.slots.extend(slots)
             tally.engine_blocks += unpack_int32(block_ids[: INT32_BYTES * len(slots)])
+
+    def _add_names(self, slots: list[int], names: list[tuple[int, BlockStoreMeta]]) -> tuple[BlockStoreMeta, ...]:
+        """Inner names of the blocks that got slots; returns those that no other block has."""
+        own = [(slots[place], meta) for place, meta in names if 0 <= place < len(slots)]
+        return tuple(meta for slot, meta in own if self.tier.pool.add_name(slot, meta.block_hashes))
 
     def _decline(self, tally: StepTally, reason: str, blocks: int) -> None:
         tally.declined += blocks
@@ -159,17 +198,19 @@ class Stores:
     def _announce_removed(self, evicted: list[Evicted]) -> list[Command]:
         if not evicted:
             return []
-        by_group: dict[int, list[bytes]] = {}
-        for group, block_hash in evicted:
-            by_group.setdefault(group, []).append(block_hash)
-        return [self.removal(list(by_group.items()))]
+        gone: dict[tuple[int, bool], list[bytes]] = {}
+        for group, block_hash, inner in evicted:
+            gone.setdefault((group, inner), []).append(block_hash)
+        return [self.removal([Forgotten(group, hashes, inner) for (group, inner), hashes in gone.items()])]
 
-    def removal(self, by_group: list[tuple[int, list[bytes]]]) -> Publish:
-        """The announcement that these blocks left the tier, counted."""
+    def removal(self, gone: list[Forgotten]) -> Publish:
+        """The announcement that these names left the tier, counted."""
         spec = self.tier.spec
-        self.tier.counters["blocks_removed"] += sum(len(hashes) for _, hashes in by_group)
+        self.tier.counters["blocks_removed"] += sum(len(names.hashes) for names in gone)
         return Publish(
-            tuple(RemovedRun(spec.groups[group], spec.medium, tuple(hashes)) for group, hashes in by_group)
+            tuple(
+                RemovedRun(spec.groups[group], spec.medium, tuple(hashes), inner) for group, hashes, inner in gone
+            )
         )
 
     # end
@@ -208,9 +249,10 @@ class Stores:
         good = good and transfer not in self._abandoned
         self._abandoned.discard(transfer)
         self.pending_blocks -= transfer.blocks
-        announced = tuple(run.meta for run in transfer.runs if self._end_run(run, good=good))
-        stored = sum(meta.blocks for meta in announced)
-        self.tier.counters["blocks_stored"] += stored
+        kept = [run for run in transfer.runs if self._end_run(run, good=good)]
+        announced = tuple(meta for run in kept for meta in (run.meta, *run.inner))
+        stored = sum(len(run.slots) for run in kept)
+        self.tier.counters["blocks_stored"] += sum(meta.blocks for meta in announced)
         lost = transfer.blocks - stored
         done = Reply(transfer.session_id, StepDone(transfer.owner_id, stored, tally.known, tally.declined + lost))
         return [Publish(announced), done] if announced else [done]

@@ -26,7 +26,7 @@ from kvevents_service.sockets import bind
 from kvevents_service.wire.dialects import DIALECTS
 
 MAX_REQUEST_BYTES = 1024
-ANSWER_HIGH_WATER_MARK = 128
+ANSWER_HIGH_WATER_MARK = 512
 """Messages queued for one client; its cursor waits for room."""
 SNAPSHOT_HEARTBEAT_S = 5.0
 """Readers of a snapshot endpoint are promised a batch so often."""
@@ -115,9 +115,11 @@ class _Binder:
     def _encoding(self, config: OutputConfig) -> int:
         """The place of the output's encoding; outputs that write the same bytes share it."""
         encoding = Encoding(config.dialect, config.dp_rank, self.publisher_id if config.snapshot else None)
-        if encoding not in self.encodings:
+        keys = [known.key for known in self.encodings]
+        if encoding.key not in keys:
             self.encodings.append(encoding)
-        return self.encodings.index(encoding)
+            return len(keys)
+        return keys.index(encoding.key)
 
 
 def bind_events(context: Context, config: ServeConfig, numbers: SequenceStore | None) -> EventPlane:

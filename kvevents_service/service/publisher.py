@@ -78,7 +78,6 @@ class Publisher:
         log.info("output %s starts its numbers again", output.topic.decode())
         output.numbers.rebase(self.journal.next_seq)
         self.heartbeat()
-        self.heartbeat()
 
     def wake(self) -> None:
         """Something is pending."""

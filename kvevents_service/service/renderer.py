@@ -60,7 +60,7 @@ class Renderer:
         """A reader that takes only what starts there could not be given so many batches."""
         journal = self.recovery.journal
         needs_snapshot = start < journal.whole_from or output.numbers.rebased > 0
-        return output.exact and needs_snapshot and journal.next_seq - start > self.recovery.limits.reach
+        return output.exact and needs_snapshot and journal.next_seq - start > self.recovery.limits.exact_reach
 
     async def run(self) -> None:
         """Render until cancelled."""

@@ -239,7 +239,7 @@ class Sidecar:
         if residents and self.tier is not None:
             scheduler = self.tier.scheduler
             shelves = [
-                Residents(MEDIUM, group, b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_hashes(group)))
+                Residents(MEDIUM, group, b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_names(group)))
                 for group in range(len(scheduler.pool.index))
             ]
         return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)

@@ -65,8 +65,8 @@ class SnapshotEndpoint:
     async def _serve(self, identity: bytes, frames: list[bytes]) -> None:
         self._unread = [tracker for tracker in self._unread if not tracker.done]
         busy = self._waiting >= MAX_WAITING or len(self._unread) >= MAX_UNREAD
-        delimiter = frames[:-1]
-        if busy or frames[-1:] != [SNAPSHOT_REQUEST]:
+        delimiter = frames[:1] if frames[:1] == [b""] else []
+        if busy or frames[len(delimiter) :] != [SNAPSHOT_REQUEST]:
             self._refuse(identity, delimiter)
         elif self._renderer.is_empty:
             self._send(identity, delimiter, SNAPSHOT_EMPTY, [])

@@ -47,12 +47,27 @@ class Region(msgspec.Struct, array_like=True, frozen=True, gc=False):
     blocks: int
 
 
+class InnerHash(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A place inside a block where a prefix may end: after `units` whole hash units of block `block` of an offer.
+
+    `block_hash` is of the hash unit that ends there, `parent` of the one before it; `extra_keys` are the unit's.
+    """
+
+    block: int
+    units: int
+    block_hash: bytes
+    parent: bytes | None = None
+    extra_keys: tuple[Any, ...] | None = None
+
+
 class Offer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Consecutive finished blocks of one request and group, in chain order, ready to be copied.
 
     n = len(block_hashes) / hash_bytes blocks; token_ids holds n * block_size int32, block_ids n int32.
     `parent` is the hash of the block before the first one, None at the start of a prompt.
     `extra_keys`, if given, has one entry per block (None where a block has none).
+    `inner` names prefixes that end inside a block. One more block id than hashes: the last block is a tail, filled
+    up to its one inner hash, and token_ids goes on to there.
     """
 
     request_id: str
@@ -64,6 +79,7 @@ class Offer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     lora_id: int | None = None
     lora_name: str | None = None
     extra_keys: list[tuple[Any, ...] | None] | None = None
+    inner: list[InnerHash] | None = None
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False):
@@ -101,7 +117,7 @@ class Lookup(msgspec.Struct, array_like=True, tag="lookup", frozen=True, gc=Fals
     """How much of this prompt can be loaded? A hit is pinned for `lease_s` seconds.
 
     `block_hashes` are those of consecutive hash units from token `start_tokens` on: what is before it is in the
-    engine already.
+    engine already. `fine`: the hit may end at any hash unit, inside a block.
     """
 
     call_id: int
@@ -109,6 +125,7 @@ class Lookup(msgspec.Struct, array_like=True, tag="lookup", frozen=True, gc=Fals
     block_hashes: bytes
     lease_s: float = 10.0
     start_tokens: int = 0
+    fine: bool = False
 
 
 class Load(msgspec.Struct, array_like=True, tag="load", frozen=True, gc=False):

@@ -11,6 +11,8 @@ UNIT = 2
 """Tokens of a hash unit."""
 
 PREFIX = ("full_attention", "mla_attention", "sink_full_attention")
+FINE = (*PREFIX, "mamba")
+"""Kinds in which a prefix may end inside a block."""
 
 Groups = tuple[GroupSpec, ...]
 
@@ -43,6 +45,7 @@ MODELS: dict[str, Groups] = {
     "coarse window first": groups(("sliding_window_mla", 4, 6), FULL2),
     "window of one token": groups(FULL2, ("sliding_window", 2, 1)),
     "state": groups(FULL2, ("mamba", 4)),
+    "wide state": groups(("full_attention", 6), ("mamba", 4)),
     "chunks": groups(FULL2, ("chunked_local_attention", 2, 8)),
     "window and state": with_scratch(groups(("full_attention", 4), ("sliding_window", 2, 4), ("mamba", 4)), 0),
     "two windows": groups(FULL2, ("sliding_window", 2, 7), ("sliding_window", 4, 100)),
@@ -77,7 +80,7 @@ def attends(group: GroupSpec, token: int, past: int) -> bool:
 def needed(group: GroupSpec, tokens: int, start: int = 0) -> tuple[int, ...]:
     """Blocks from token `start` on that have anything in them which a token at `tokens` or later reads."""
     if group.kind == "mamba":
-        blocks = {tokens // group.block_size - 1} - {-1}
+        blocks = {-(-tokens // group.block_size) - 1} - {-1}
     else:
         later = range(tokens, tokens + 20)
         blocks = {

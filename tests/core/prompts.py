@@ -5,12 +5,15 @@ Prompts that differ only by adapter, salt or image have the same tokens and othe
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from core.models import UNIT
-from kvevents_service.wire.control import GroupSpec, Offer
+from msgspec.structs import replace
+
+from core.models import FINE, PREFIX, UNIT
+from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 from kvevents_service.wire.packing import pack_int32
 
 FULL = GroupSpec(0, "full_attention", UNIT)
@@ -33,6 +36,7 @@ class Block(NamedTuple):
     lora_id: int | None
     lora_name: str | None
     extra_key: tuple[Any, ...] | None
+    units: int
 
 
 def key64(block_hash: bytes) -> int:
@@ -80,7 +84,7 @@ def block(path: Path, units: int = 1) -> Block:
     extra += [image for end in ends for image in image_of(end)]
     extra += salt_of(path) if not before else []
     parent = unit_hash(before) if before else None
-    return Block(unit_hash(path), tokens, parent, lora_id, lora_name, tuple(extra) or None)
+    return Block(unit_hash(path), tokens, parent, lora_id, lora_name, tuple(extra) or None, units)
 
 
 def units_of(group: GroupSpec) -> int:
@@ -120,3 +124,52 @@ def offer(
         own[0].lora_name,
         extra if any(extra) else None,
     )
+
+
+def inner_hash(path: Path, group: GroupSpec, first: int = 0) -> InnerHash:
+    """The name of the prefix that ends where a prompt does, inside a block; for an offer from block `first` on."""
+    own, units = block(path), units_of(group)
+    number, inside = divmod(len(path), units)
+    assert inside
+    return InnerHash(number - first, inside, own.block_hash, own.parent, own.extra_key)
+
+
+def with_inner(good: Offer, path: Path, group: GroupSpec, first: int, ends: Iterable[int]) -> Offer:
+    """The offer with names for prefixes that end inside its blocks, after so many units of the prompt."""
+    whole = range(first * units_of(group), blocks_of(path, group) * units_of(group))
+    inside = [end for end in sorted(ends) if end in whole and end % units_of(group)]
+    return replace(good, inner=[inner_hash(path[:end], group, first) for end in inside])
+
+
+def with_tail(good: Offer, path: Path, group: GroupSpec, first: int, block_id: int) -> Offer:
+    """The offer of a prompt's whole blocks from `first` on, and of the one that it ends in."""
+    inside = range(blocks_of(path, group) * units_of(group) + 1, len(path) + 1)
+    tokens = [token for depth in inside for token in tokens_of(path[:depth])]
+    return replace(
+        good,
+        token_ids=good.token_ids + pack_int32(tokens),
+        block_ids=good.block_ids + pack_int32([block_id]),
+        inner=[*(good.inner or ()), inner_hash(path, group, first)],
+    )
+
+
+def tail_offer(path: Path, block_id: int, group: GroupSpec = FULL, request_id: str = "r") -> Offer:
+    """The block that a prompt ends in, alone."""
+    first = blocks_of(path, group)
+    before = path[: first * units_of(group)]
+    parent = unit_hash(before) if before else None
+    alone = Offer(request_id, group.index, b"", b"", b"", parent, *lora_of(path))
+    return with_tail(alone, path, group, first, block_id)
+
+
+def named_offers(path: Path, group: GroupSpec, first: int, ends: Iterable[int], ids: Iterator[int]) -> list[Offer]:
+    """Blocks from `first` on with names for prefixes that end inside them, and the tail; of a state, only that."""
+    blocks = blocks_of(path, group)
+    first = min(first, blocks) if group.kind in PREFIX else blocks
+    tail = group.kind in FINE and len(path) % units_of(group) > 0
+    if first == blocks:
+        return [tail_offer(path, next(ids), group)] if tail else []
+    whole = with_inner(
+        offer(path, [next(ids) for _ in range(first, blocks)], first, group), path, group, first, ends
+    )
+    return [with_tail(whole, path, group, first, next(ids)) if tail else whole]

@@ -2,12 +2,12 @@
 
 import msgspec
 import pytest
-from doubles.stream import GROUPS, MAIN, MEDIA, PROMPTS, STATE, Source
+from doubles.stream import BLOCK, GROUPS, MAIN, MEDIA, PROMPTS, STATE, Source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.prompts import FULL
-from kvevents_service.core.announce import encode, encoding_key, in_batches, to_event
+from kvevents_service.core.announce import MAX_BATCH_TOKENS, encode, encoding_key, in_batches, to_event
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun, snapshot
 from kvevents_service.core.residency import Residency, key64
 from kvevents_service.errors import WireError
@@ -104,7 +104,8 @@ def let_through(dialect: Dialect, source: Source) -> dict[tuple[str, int], set[i
     for medium in MEDIA:
         for group in GROUPS:
             if dialect.medium(medium) is not None and (dialect.groups is Groups.ALL or group == MAIN):
-                hashes = {key64(hash_in(dialect.hashes, digest)) for digest in source.names(medium, group)}
+                names = source.names(medium, group, inner=dialect.inner)
+                hashes = {key64(hash_in(dialect.hashes, digest)) for digest in names}
                 shelves[medium, group.index if dialect.groups is Groups.ALL else 0] = hashes
     return {shelf: hashes for shelf, hashes in shelves.items() if hashes}
 
@@ -113,7 +114,7 @@ def let_through(dialect: Dialect, source: Source) -> dict[tuple[str, int], set[i
 @given(seeds)
 @settings(max_examples=40)
 def test_the_fold_of_a_dialect_is_what_it_lets_through_at_every_number(dialect: Dialect, seed: int) -> None:
-    source, residency = Source(seed), Residency()
+    source, residency = Source(seed), Residency({group.index: BLOCK for group in GROUPS})
     for _ in range(30):
         residency.apply(told(dialect, *source.batch()))
         folded = {(shelf.medium, shelf.group): set(there) for shelf, there in residency.shelves.items() if there}
@@ -139,7 +140,7 @@ def check_run(dialect: Dialect, item: BlockStoreMeta, events: list) -> None:
     parents = [None if parent is None else hash_in(dialect.hashes, parent), *names]
     assert [event.parent_block_hash for event in events] == parents[: len(events)]
     assert [token for event in events for token in event.token_ids] == to_event(item).token_ids
-    assert {(event.block_size, event.lora_name) for event in events} == {(4, item.lora_name)}
+    assert {(event.block_size, event.lora_name) for event in events} == {(item.block_size, item.lora_name)}
     assert {canonical_medium(event.medium) for event in events} == {item.medium}
 
 
@@ -158,6 +159,17 @@ def test_what_is_filtered_out_leaves_an_empty_batch(dialect: Dialect) -> None:
         assert (raw(dialect, item) == [1.5, [], 3]) is (dialect.groups is Groups.MAIN)
     for item in (chain_of(0, "TAPE"), RemovedRun(MAIN, "TAPE", gone.block_hashes)):
         assert (raw(dialect, item) == [1.5, [], 3]) is (dialect.media is not None)
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+def test_a_hash_inside_a_block_is_told_where_blocks_may_have_several_sizes(dialect: Dialect) -> None:
+    name = PROMPTS[0].blocks[0].name
+    unit = msgspec.structs.replace(chain_of().part(0, 1), token_ids=pack_int32([100, 101]), inner=True)
+    for item in (unit, RemovedRun(MAIN, "GPU", (name,), inner=True)):
+        assert bool(told(dialect, item)) is dialect.inner
+    if dialect.inner:
+        (event,) = told(dialect, unit)
+        assert (event.block_size, event.token_ids) == (2, [100, 101])
 
 
 @pytest.mark.parametrize("dialect", EVERY, ids=name_of)
@@ -240,3 +252,9 @@ def test_every_other_word_of_a_declaration_is_in_the_key(field: str) -> None:
 def test_batches_are_split_before_any_dialect_is_known() -> None:
     said = (chain_of(), Cleared(), chain_of(0, "TAPE"))
     assert list(in_batches(said)) == [said]
+
+
+def test_parts_of_a_large_removal_of_inner_hashes_are_of_inner_hashes() -> None:
+    names = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS + 1))
+    batches = list(in_batches((RemovedRun(MAIN, "GPU", names, inner=True),)))
+    assert [told(DIALECTS["dynamo"], *batch) for batch in batches] == [[], []]

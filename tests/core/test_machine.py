@@ -22,8 +22,20 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from core.models import MODELS, PREFIX, UNIT, Groups, needed, step_tokens
-from core.prompts import FULL, PATHS, Path, block_at, blocks_of, hashes, key64, offer, units_of
+from core.models import FINE, MODELS, PREFIX, UNIT, Groups, needed, step_tokens
+from core.prompts import (
+    FULL,
+    PATHS,
+    Path,
+    block_at,
+    blocks_of,
+    hashes,
+    key64,
+    named_offers,
+    offer,
+    units_of,
+    with_inner,
+)
 from core.world import ENGINE_BLOCKS, MEDIUM, Grant, World
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import Limits, TierSpec
@@ -43,6 +55,7 @@ requests = st.sampled_from(["a", "b"])
 places = st.integers(0, 1)
 few_requests = st.lists(requests, max_size=1)
 starts = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 6])
+depths = st.integers(0, MAX_DEPTH)
 shares = st.sampled_from([99, 99, 1, 2, 3])
 holes_s = st.integers(0, 2**MAX_DEPTH - 1)
 
@@ -130,6 +143,8 @@ class Offloading(RuleBasedStateMachine):
             return []
         first = data.draw(st.sampled_from([0, 0, blocks // 2, blocks - 1]))
         good = offer(path, self.block_ids(blocks - first), first, group)
+        if data.draw(rarely) and group.kind in PREFIX:
+            good = with_inner(good, path, group, first, range(1, len(path)))
         mutate = data.draw(mutations)
         if mutate is _foreign_parent and group.kind not in PREFIX:
             return [good]  # only the engine knows the parent of a block that stands for itself
@@ -151,6 +166,11 @@ class Offloading(RuleBasedStateMachine):
         wanted = range(blocks_of(path, group)) if numbers is None else numbers
         runs = [[number] for number in wanted] if group.kind == "mamba" else _runs(wanted)
         return [offer(path, self.block_ids(len(run)), run[0], group) for run in runs]
+
+    @rule(place=places, path=paths | whole_paths, first=depths, ends=st.sets(depths))
+    def store_with_names(self, place: int, path: Path, first: int, ends: set[int]) -> None:
+        ids = iter(self.next_id, None)
+        self.store(place, [one for group in self.groups for one in named_offers(path, group, first, ends, ids)])
 
     @rule(place=places, path=paths, holes=holes_s)
     def store_with_holes(self, place: int, path: Path, holes: int) -> None:
@@ -187,16 +207,18 @@ class Offloading(RuleBasedStateMachine):
 
     # loads
 
-    @rule(place=places, request_id=requests, path=paths | whole_paths, start=starts, lease_s=leases_s)
-    def lookup(self, place: int, request_id: str, path: Path, start: int, lease_s: float) -> None:
-        self.look_up(place, request_id, path, min(start, len(path)), lease_s)
+    @rule(place=places, request_id=requests, path=paths | whole_paths, start=starts, lease_s=leases_s, fine=rarely)
+    def lookup(self, place: int, request_id: str, path: Path, start: int, lease_s: float, fine: bool) -> None:
+        self.look_up(place, request_id, path, min(start, len(path)), lease_s, fine=fine)
 
     @precondition(lambda self: len(self.world.fold))
     @rule(place=places, request_id=requests, data=st.data(), start=starts, share=shares)
     def lookup_and_load_residents(self, place: int, request_id: str, data: Any, start: int, share: int) -> None:
         tails = sorted({key for shelf in self.world.fold.shelves.values() for key in shelf})
         path = PATHS[data.draw(st.sampled_from(tails))]
-        self.serve(place, request_id, path + (0,) * (-len(path) % self.step_units), start, share)
+        fine = data.draw(rarely)
+        more = data.draw(st.integers(0, 2)) if fine else -len(path) % self.step_units
+        self.serve(place, request_id, path + (0,) * more, start, share, fine=fine)
 
     @rule(place=places, request_id=requests, path=whole_paths, more=branches, start=starts, share=shares)
     def store_and_load(
@@ -208,27 +230,47 @@ class Offloading(RuleBasedStateMachine):
             self.world.settle(0, good=True)
         self.serve(place, request_id, (*path, *more), start, share)
 
-    def serve(self, place: int, request_id: str, path: Path, start: int, share: int) -> None:
+    @rule(place=places, request_id=requests, path=paths, ends=st.sets(depths), more=branches)
+    def store_and_load_finely(
+        self, place: int, request_id: str, path: Path, ends: set[int], more: list[int]
+    ) -> None:
+        """A prompt with its tail and, when it is stored, one that goes on from it."""
+        self.store_with_names(place, path, 0, ends)
+        while self.world.pending:
+            self.world.settle(0, good=True)
+        self.serve(place, request_id, (*path, *more), 0, 99, fine=True)
+
+    def serve(self, place: int, request_id: str, path: Path, start: int, share: int, *, fine: bool = False) -> None:
         """Look up behind a local prefix, and load the first `share` steps of the hit."""
         if start > 1:  # else it may be in the middle of a block
             start = start // self.step_units * self.step_units
-        grant = self.look_up(place, request_id, path, start if start < len(path) else 0, 5.0)
+        grant = self.look_up(place, request_id, path, start if start < len(path) else 0, 5.0, fine=fine)
         if grant is not None:
-            units = min(grant.units, share * self.step_units)
+            units = min(grant.units, share * (1 if fine else self.step_units))
             self.load_units(grant.session_id, grant, units, said=True, off=0)
 
-    def look_up(self, place: int, request_id: str, path: Path, start: int, lease_s: float) -> Grant | None:
-        call = Lookup(self.next_id(), request_id, hashes(path, start), lease_s, start * UNIT)
+    def look_up(
+        self, place: int, request_id: str, path: Path, start: int, lease_s: float, *, fine: bool = False
+    ) -> Grant | None:
+        call = Lookup(self.next_id(), request_id, hashes(path, start), lease_s, start * UNIT, fine)
         full = len(self.world.live) >= LIMITS.max_leases
         hit = self.scheduler.lookup(self.sessions[place], call, self.now)
         assert hit.call_id == call.call_id
-        assert hit.blocks == (0 if full else self.world.servable(path, start))
+        assert hit.blocks == (0 if full else self.world.servable(path, start, fine=fine))
         assert (hit.lease_id is None) == (hit.blocks == 0)
         if hit.lease_id is None:
             return None
         deadline = self.now + min(lease_s, LIMITS.max_lease_s)
         grant = Grant(
-            hit.lease_id, self.sessions[place], request_id, path, start, hit.blocks, deadline, self.world.resets
+            hit.lease_id,
+            self.sessions[place],
+            request_id,
+            path,
+            start,
+            hit.blocks,
+            deadline,
+            self.world.resets,
+            fine,
         )
         self.world.lookup_granted(grant)
         return grant
@@ -276,10 +318,12 @@ class Offloading(RuleBasedStateMachine):
         return next((units for units in lengths if self.blocks_for(grant, units) == blocks), 0)
 
     def fits(self, grant: Grant, units: int, blocks: int) -> bool:
-        if not 0 < units <= grant.units or units % self.step_units:
+        if not 0 < units <= grant.units or (units % self.step_units and not grant.fine):
             return False
-        wanted = self.world.contents(grant.path, grant.start + units, grant.start)
-        return blocks == len(wanted) and self.world.resident(wanted)
+        end = grant.start + units
+        whole = all(group.kind in FINE or end % units_of(group) == 0 for group in self.groups)
+        wanted = self.world.needs(end, grant.start)
+        return blocks == len(wanted) and whole and self.world.resident(grant.path, end, grant.start)
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data())
@@ -416,7 +460,7 @@ def _fingerprint(scheduler: OffloadScheduler) -> tuple[Any, ...]:
         columns,
         list(pool._free),
         list(pool._hash),
-        [list(index) for index in pool.index],
+        [list(names) for names in (*pool.index, *pool.inner)],
         bytes(pool._queue._stamps),
         scheduler.stats(),
         dict(scheduler.loads.requests._leases),

@@ -24,7 +24,7 @@ def pool_of(chain) -> BlockPool:
 
 
 def test_a_good_offer_has_no_fault() -> None:
-    assert shape_fault(GOOD, FULL, 32) is None
+    assert shape_fault(GOOD, FULL, 32, 2) is None
 
 
 @pytest.mark.parametrize(
@@ -49,15 +49,15 @@ def test_a_good_offer_has_no_fault() -> None:
     ],
 )
 def test_lengths_must_describe_the_same_blocks(fields: dict, fault: str | None) -> None:
-    assert shape_fault(msgspec.structs.replace(GOOD, **fields), FULL, 32) == fault
+    assert shape_fault(msgspec.structs.replace(GOOD, **fields), FULL, 32, 2) == fault
 
 
 def test_a_scratch_group_is_not_stored() -> None:
-    assert shape_fault(GOOD, SCRATCH, 32) == "scratch_group"
+    assert shape_fault(GOOD, SCRATCH, 32, 2) == "scratch_group"
 
 
 def test_another_block_size_is_another_shape() -> None:
-    assert shape_fault(GOOD, msgspec.structs.replace(FULL, block_size=4), 32) == "bad_lengths"
+    assert shape_fault(GOOD, msgspec.structs.replace(FULL, block_size=4), 32, 2) == "bad_lengths"
 
 
 def test_hashes_are_split_in_order() -> None:

@@ -37,7 +37,7 @@ def test_a_block_is_pending_then_ready_then_free() -> None:
     assert (states(pool, slots), evicted, pool.free_slots) == ({PENDING}, [], 0)
     pool.commit(slots)
     assert states(pool, slots) == {READY}
-    assert pool.clear() == [(0, list(ABCD.hashes[::-1]))]
+    assert pool.clear() == [(0, list(ABCD.hashes[::-1]), False)]
     assert states(pool, slots) == {FREE}
 
 
@@ -59,7 +59,7 @@ def test_an_abandoned_block_was_never_there() -> None:
 def test_an_orphan_keeps_its_slot_until_its_copy_has_ended() -> None:
     pool = BlockPool(4, 1)
     slots = allocate(pool, ABCD).slots
-    assert pool.clear() == [(0, [])]
+    assert pool.clear() == []
     assert states(pool, slots) == {ORPHANED}
     assert allocate(pool, EF) == ([], [])
     pool.abandon(slots)
@@ -105,7 +105,7 @@ def test_a_pending_block_is_known_but_not_ready() -> None:
 
 def test_leaves_leave_first() -> None:
     pool = ready_pool(ABCD)
-    assert [name for _, name in allocate(pool, EF).evicted] == [ABCD.hashes[3], ABCD.hashes[2]]
+    assert [name for _, name, _ in allocate(pool, EF).evicted] == [ABCD.hashes[3], ABCD.hashes[2]]
     pool.check()
 
 
@@ -115,7 +115,7 @@ def test_the_leaf_used_longest_ago_leaves_first() -> None:
     assert tail is not None
     pool.touch(tail)
     evicted = allocate(pool, make_chain([8] * 6, 2)).evicted
-    assert [name for _, name in evicted] == [EF.hashes[1], EF.hashes[0], ABCD.hashes[1]]
+    assert [name for _, name, _ in evicted] == [EF.hashes[1], EF.hashes[0], ABCD.hashes[1]]
 
 
 def test_a_hit_keeps_the_whole_prefix_young() -> None:
@@ -127,9 +127,9 @@ def test_a_hit_keeps_the_whole_prefix_young() -> None:
     pool.pin(other)
     pool.touch(tail)
     one, two = make_chain([8] * 2, 2), make_chain([9] * 2, 2)
-    assert [name for _, name in allocate(pool, one).evicted] == [ABCD.hashes[1]]
+    assert [name for _, name, _ in allocate(pool, one).evicted] == [ABCD.hashes[1]]
     pool.unpin(other)
-    assert [name for _, name in allocate(pool, two).evicted] == [EF.hashes[0]]
+    assert [name for _, name, _ in allocate(pool, two).evicted] == [EF.hashes[0]]
 
 
 def test_a_parent_used_later_than_its_child_does_not_leave_with_it() -> None:
@@ -138,14 +138,14 @@ def test_a_parent_used_later_than_its_child_does_not_leave_with_it() -> None:
     assert root is not None
     pool.touch(root)
     evicted = allocate(pool, make_chain([8] * 4, 2)).evicted
-    assert [name for _, name in evicted] == [ABCD.hashes[1], EF.hashes[1]]
+    assert [name for _, name, _ in evicted] == [ABCD.hashes[1], EF.hashes[1]]
 
 
 def test_a_new_block_is_younger_than_any_other() -> None:
     first, second, third, fourth = (make_chain([token] * 2, 2) for token in range(4))
     pool = ready_pool(first, second, third, capacity=2)
     assert pool.slot_of(0, third.hashes[0]) == 0
-    assert [name for _, name in allocate(pool, fourth).evicted] == list(second.hashes)
+    assert [name for _, name, _ in allocate(pool, fourth).evicted] == list(second.hashes)
 
 
 def test_a_parent_was_used_when_its_failed_child_was() -> None:
@@ -154,7 +154,7 @@ def test_a_parent_was_used_when_its_failed_child_was() -> None:
     pool.commit(allocate(pool, EF.part(0, 1)).slots)
     pool.touch(child[0])
     pool.abandon(child)
-    assert [name for _, name in allocate(pool, make_chain([8] * 4, 2)).evicted] == [EF.hashes[0]]
+    assert [name for _, name, _ in allocate(pool, make_chain([8] * 4, 2)).evicted] == [EF.hashes[0]]
 
 
 def test_a_pinned_chain_stays() -> None:
@@ -163,7 +163,7 @@ def test_a_pinned_chain_stays() -> None:
     assert tail is not None
     pool.pin(tail)
     slots, evicted = allocate(pool, EF)
-    assert (len(slots), [name for _, name in evicted]) == (1, [ABCD.hashes[3]])
+    assert (len(slots), [name for _, name, _ in evicted]) == (1, [ABCD.hashes[3]])
 
 
 def test_a_block_twice_pinned_stays_until_the_second_unpin() -> None:
@@ -203,7 +203,7 @@ def test_groups_share_the_slots_and_nothing_else() -> None:
     latent = snapshot(chain.offer([0, 1], group=1), LATENT, "CPU", 32)
     pool.commit(pool.allocate(latent, list(chain.hashes), None).slots)
     assert set(map(pool.slot_of, (0, 0, 1, 1), chain.hashes * 2)) == {0, 1, 2, 3}
-    assert pool.clear() == [(0, list(chain.hashes[::-1])), (1, list(chain.hashes[::-1]))]
+    assert pool.clear() == [(group, list(chain.hashes[::-1]), False) for group in (0, 1)]
 
 
 def test_a_fresh_chain_is_new_and_has_no_repeats() -> None:

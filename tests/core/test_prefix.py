@@ -92,7 +92,7 @@ def check_slots(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: i
     if tokens % group.block_size or query.start_tokens % group.block_size:
         return
     numbers = needed(group, tokens, query.start_tokens)
-    slots = [loadable(pool, group, query, number) for number in numbers]
+    slots = [loadable(pool, group, query, number, tokens) for number in numbers]
     assert slots_of(pool, group, query, tokens) == (None if None in slots else slots)
     names = [block_at(PROMPT, group, number).block_hash for number in numbers]
     for slot, name in zip(slots, names, strict=True):
@@ -114,9 +114,9 @@ def test_a_lookup_asks_for_no_block_twice(monkeypatch: pytest.MonkeyPatch) -> No
         put(pool, groups[2 + number % 2], number, 1, 1)
     asked = []
 
-    def counted(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int) -> int | None:
+    def counted(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int, tokens: int) -> int | None:
         asked.append((group.index, block))
-        return loadable(pool, group, query, block)
+        return loadable(pool, group, query, block, tokens)
 
     monkeypatch.setattr(prefix, "loadable", counted)
     assert longest_prefix(pool, groups, PrefixQuery(hashes(PROMPT), 0, UNIT, HASH_BYTES)) == 0

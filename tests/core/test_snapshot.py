@@ -101,3 +101,19 @@ def test_what_cannot_be_encoded_fails_it_and_ends_it() -> None:
         made.render_next()
     assert (made.done, made.failed, made.parts) == (True, True, [])
     assert "failed" in repr(made)
+
+
+def test_all_parts_are_one_payload_for_readers_that_take_only_one() -> None:
+    made = rendered(PartLimits(3 * EACH), FixedCut(run_of(9), run_of(2, 1)))
+    assert len(made.parts) == 4
+    whole = made.joined()
+    assert whole is not None
+    events = [event for part in made.parts for event in decode_batch(part).batch.events]
+    assert decode_batch(whole).batch.events == events
+    assert made.joined() is whole
+
+
+def test_a_state_that_no_reader_takes_at_once_is_not_joined() -> None:
+    made = rendered(PartLimits(), FixedCut(run_of(9)))
+    made.bytes = MAX_PAYLOAD_BYTES + 1
+    assert made.joined() is None

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from core.models import PREFIX, UNIT, cacheable, needed, step_tokens
-from core.prompts import PATHS, Block, Path, block, block_at, key64, units_of
+from core.prompts import PATHS, Block, Path, block, key64, unit_hash, units_of
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.metadata import Announcement, TransferMeta
@@ -33,6 +33,13 @@ class Content(NamedTuple):
     block_hash: bytes
 
 
+class Need(NamedTuple):
+    """A logical block that a prefix needs."""
+
+    group: GroupSpec
+    number: int
+
+
 class Grant(NamedTuple):
     """A lease as the engine knows it: units [start, start + units) of a prompt."""
 
@@ -44,6 +51,7 @@ class Grant(NamedTuple):
     units: int
     deadline: float
     resets: int
+    fine: bool = False
 
 
 class Order(NamedTuple):
@@ -72,7 +80,7 @@ class World:
         self.groups = cacheable(self.model)
         self.arena: list[Content | None] = [None] * self.pool.capacity
         self.engines: dict[int, dict[int, Content | None]] = {}
-        self.fold = Residency()
+        self.fold = Residency({group.index: group.block_size for group in self.model})
         self.located: dict[tuple[int, int], int] = {}
         self.writers: dict[int, Writer] = {}
         self.pending: list[TransferMeta] = []
@@ -100,6 +108,8 @@ class World:
         for offer in step.offers:
             for place, block_id in enumerate(unpack_int32(offer.block_ids)):
                 name = offer.block_hashes[32 * place : 32 * place + 32]
+                if not name and offer.inner:
+                    name = offer.inner[-1].block_hash
                 self.engines[session_id][block_id] = Content(offer.group, name)
         commands = self.scheduler.step(session_id, step, now)
         for request_id in [*step.finished, *step.preempted]:
@@ -179,17 +189,20 @@ class World:
         """I7: complete and true. I1, I2: the bytes are there, from a copy that ended well and still counts."""
         assert event.group_idx is not None
         spec = self.model[event.group_idx]
-        assert (event.block_size, event.medium, event.locality) == (spec.block_size, MEDIUM, "LOCAL")
+        inner = event.block_size != spec.block_size
+        assert event.block_size == (UNIT if inner else spec.block_size)
+        assert (event.medium, event.locality) == (MEDIUM, "LOCAL")
         assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (spec.kind, spec.sliding_window)
         assert spec.cacheable
         assert event.block_hashes
-        assert len(event.token_ids) == len(event.block_hashes) * spec.block_size
+        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
         assert event.extra_keys is None or len(event.extra_keys) == len(event.block_hashes)
         parent = event.parent_block_hash
         for place, key in enumerate(event.block_hashes):
             truth = self.truth(spec, int(key))
+            assert inner == (truth.units != units_of(spec))
             assert parent == (truth.parent and key64(truth.parent))
-            tokens = event.token_ids[place * spec.block_size : (place + 1) * spec.block_size]
+            tokens = event.token_ids[place * event.block_size : (place + 1) * event.block_size]
             assert tuple(tokens) == truth.token_ids
             assert (event.lora_id, event.lora_name) == (truth.lora_id, truth.lora_name)
             extra = event.extra_keys[place] if event.extra_keys is not None else None
@@ -199,13 +212,17 @@ class World:
         self.stored += len(event.block_hashes)
 
     def truth(self, group: GroupSpec, key: int) -> Block:
-        """What is so of the block of this group that a hash names."""
-        return block(PATHS[key], units_of(group))
+        """What is so of the block of this group that a hash names; of its last unit, if it ends inside a block."""
+        whole = len(PATHS[key]) % units_of(group) == 0
+        return block(PATHS[key], units_of(group) if whole else 1)
 
     def _check_bytes(self, group: int, block_hash: bytes) -> None:
         slot = self.pool.slot_of(group, block_hash)
+        if slot is None:
+            slot = self.pool.inner_slot(group, block_hash)
         assert slot is not None
-        assert self.arena[slot] == Content(group, block_hash)
+        path = PATHS[key64(block_hash)]
+        assert self.holds(self.arena[slot], Need(self.model[group], self.number_of(group, path)), path, len(path))
         assert self.writers[slot].copied
         assert not self.writers[slot].void
         self.located[group, key64(block_hash)] = slot
@@ -242,8 +259,9 @@ class World:
         assert grant is not None
         assert loaded.blocks == units
         assert grant.resets == self.resets, "bytes from before a reset"
-        wanted = self.contents(grant.path, grant.start + units, grant.start)
-        assert [self.engines[session_id][block_id] for block_id in ids] == wanted, "wrong KV bytes"
+        end = grant.start + units
+        for block_id, need in zip(ids, self.needs(end, grant.start), strict=True):
+            assert self.holds(self.engines[session_id][block_id], need, grant.path, end), "wrong KV bytes"
 
     def _check_no_copy(self, kind: str, session_id: int, owner_id: int) -> None:
         """I9: the engine was told that no copy touches its blocks any more."""
@@ -281,9 +299,10 @@ class World:
         promised = [(grant, grant.units) for grant in self.live.values()]
         promised += [(grant, units) for grant, units, _ in self.loads.values() if grant]
         for grant, units in promised:
-            kept = self.resident(self.contents(grant.path, grant.start + units, grant.start))
+            kept = self.resident(grant.path, grant.start + units, grant.start)
             assert kept or grant.resets != self.resets, "a hit that was promised has left"
-        assert stats["blocks_resident"] == len(self.fold) == self.pool.count(READY)
+        blocks = {(key, slot) for (key, _), slot in self.located.items()}
+        assert stats["blocks_resident"] == len(blocks) == self.pool.count(READY)
         assert stats["blocks_stored"] == self.fold.stored == self.stored
         assert stats["blocks_removed"] == self.fold.removed
         assert stats["leases"] == len(self.live)
@@ -294,16 +313,19 @@ class World:
 
     def _check_group(self, group: GroupSpec) -> None:
         """I4: stream == pool. I6: prefix-closed where the kind asks for it, every block for itself elsewhere."""
-        ready = self.pool.ready_hashes(group.index)
+        ready = self.pool.ready_names(group.index)
         resident = self.fold.hashes(MEDIUM, group.index)
         assert {key64(name) for name in ready} == resident
         assert group.cacheable or not self.pool.index[group.index]
         for name in ready:
             truth = self.truth(group, key64(name))
             self._check_bytes(group.index, name)
-            self._check_snapshot(group, truth)
+            if self.pool.slot_of(group.index, name) is not None:
+                self._check_snapshot(group, truth)
             if group.kind in PREFIX:
-                assert truth.parent is None or key64(truth.parent) in resident
+                path = PATHS[key64(name)]
+                before = path[: self.number_of(group.index, path) * units_of(group)]
+                assert not before or key64(unit_hash(before)) in resident
             else:
                 assert self.pool.parent_of(self.located[group.index, key64(name)]) is None
 
@@ -319,26 +341,47 @@ class World:
 
     # what is served
 
-    def contents(self, path: Path, end: int, start: int) -> list[Content]:
-        """What a prefix of `end` units needs that begins behind `start` local ones, group after group."""
-        return [
-            Content(group.index, block_at(path, group, number).block_hash)
-            for group in self.groups
-            for number in needed(group, end * UNIT, start * UNIT)
-        ]
+    def number_of(self, group: int, path: Path) -> int:
+        """The logical block that a prompt ends in."""
+        return (len(path) - 1) // units_of(self.model[group])
 
-    def resident(self, contents: list[Content]) -> bool:
+    def needs(self, end: int, start: int) -> list[Need]:
+        """What a prefix of `end` units needs that begins behind `start` local ones, group after group."""
+        return [Need(group, number) for group in self.groups for number in needed(group, end * UNIT, start * UNIT)]
+
+    def holds(self, content: Content | None, need: Need, path: Path, end: int) -> bool:
+        """Whether these bytes are those of a prompt's block, up to unit `end` at least."""
+        group, number = need
+        if content is None or content.group != group.index:
+            return False
+        own, units = PATHS[key64(content.block_hash)], units_of(group)
+        stop = min(end, (number + 1) * units)
+        enough = len(own) >= stop if group.kind in PREFIX else len(own) == stop
+        return enough and self.number_of(group.index, own) == number and own[:stop] == path[:stop]
+
+    def resident(self, path: Path, end: int, start: int) -> bool:
         """The stream says that all of this can be loaded."""
         shelves = [self.fold.hashes(MEDIUM, group) for group in range(len(self.model))]
-        return all(key64(item.block_hash) in shelves[item.group] for item in contents)
+        return all(
+            any(key64(unit_hash(path[:stop])) in shelves[need.group.index] for stop in self.ends(need, path, end))
+            for need in self.needs(end, start)
+        )
 
-    def servable(self, path: Path, start: int = 0) -> int:
+    def ends(self, need: Need, path: Path, end: int) -> list[int]:
+        """Where a block may end that serves a prefix of `end` units: at its own end, or inside, at the prefix's."""
+        own = (need.number + 1) * units_of(need.group)
+        if own <= end:
+            return [own]
+        return [end, own] if need.group.kind in PREFIX and own <= len(path) else [end]
+
+    def servable(self, path: Path, start: int = 0, *, fine: bool = False) -> int:
         """Units behind `start` that every group can serve: the longest of all lengths, each one tried."""
         step = step_tokens(self.model) // UNIT
         if start % step:
             return 0
-        lengths = [end for end in range(len(path), start, -1) if end % step == 0]
-        return next((end - start for end in lengths if self.resident(self.contents(path, end, start))), 0)
+        fine = fine and all(group.kind in (*PREFIX, "mamba") for group in self.groups)
+        lengths = [end for end in range(len(path), start, -1) if fine or end % step == 0]
+        return next((end - start for end in lengths if self.resident(path, end, start)), 0)
 
     def check_idle(self) -> None:
         """I12: with everything ended, nothing is held."""
@@ -346,7 +389,7 @@ class World:
         assert not any((self.pending, self.steps, self.loads, self.live))
         assert not any((pool.pinned(), scheduler.stores.pending_blocks))
         assert not any(map(len, (scheduler.stores, scheduler.loads, scheduler.loads.requests)))
-        assert pool.free_slots + len(self.fold) == pool.capacity
+        assert pool.free_slots + pool.count(READY) == pool.capacity
 
 
 def _as_given(extra: Any) -> Any:

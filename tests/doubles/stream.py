@@ -1,4 +1,4 @@
-"""A true stream with everything in it: three groups, five tiers, adapters, salts, images, removals, clears.
+"""A true stream with everything in it: groups, tiers, adapters, salts, images, inner hashes, removals, clears.
 
 `Source` keeps what is resident while it makes announcements, so that any reader's index can be compared with it.
 """
@@ -9,12 +9,14 @@ from hashlib import sha256
 from random import Random
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from doubles.reading import leading
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.packing import pack_int32
 
-BLOCK = 4
+BLOCK, UNIT = 4, 2
 HASH_BYTES = 32
 WINDOW = GroupSpec(0, "sliding_window", BLOCK, 8)
 MAIN = GroupSpec(1, "full_attention", BLOCK)
@@ -71,6 +73,11 @@ PROMPTS = (
 )
 
 
+def inner_name(name: bytes) -> bytes:
+    """The hash of the unit inside a block of this hash."""
+    return sha256(b"inner" + name).digest()
+
+
 class Where(NamedTuple):
     """A tier and a group."""
 
@@ -87,17 +94,18 @@ class Source:
         self.resident: dict[Where, dict[bytes, bytes | None]] = {
             Where(medium, group): {} for medium in MEDIA for group in GROUPS
         }
+        self.inner: dict[Where, set[bytes]] = {where: set() for where in self.resident}
 
     def batch(self) -> tuple[Announcement, ...]:
         """The next batch: none to three announcements."""
         steps = (self.store, self.store, self.store, self.remove, self.remove, self.clear)
         chosen = self.random.choices(steps, (6, 6, 6, 3, 3, 1), k=self.random.randrange(4))
-        return tuple(item for step in chosen if (item := step()) is not None)
+        return tuple(item for step in chosen for item in step())
 
     def batches(self, count: int) -> list[tuple[Announcement, ...]]:
         return [self.batch() for _ in range(count)]
 
-    def store(self) -> Announcement | None:
+    def store(self) -> list[Announcement]:
         """A run of a prompt that is not there yet: behind its resident prefix, or anywhere in the other groups."""
         where = Where(self.random.choice(MEDIA), self.random.choice((MAIN, MAIN, *GROUPS)))
         chosen, there = self.random.choice(self.prompts), self.resident[where]
@@ -111,8 +119,19 @@ class Source:
         while stop < limit and chosen.blocks[stop].name not in there:
             stop += 1
         if stop == start:
-            return None
-        return self._stored(where, chosen, start, stop)
+            return []
+        run = self._stored(where, chosen, start, stop)
+        return [run, *self._inner_of(where, run)]
+
+    def _inner_of(self, where: Where, run: BlockStoreMeta) -> list[Announcement]:
+        """Half the time, the name of the prefix that ends inside the run's last block."""
+        if where.group is not MAIN or self.random.random() < 0.5:
+            return []
+        last = run.part(run.blocks - 1, run.blocks)
+        name = inner_name(last.block_hashes)
+        self.inner[where].add(name)
+        unit = last.token_ids[: UNIT * 4]
+        return [replace(last, block_hashes=name, token_ids=unit, extra_keys=None, inner=True)]
 
     def _stored(self, where: Where, chosen: Prompt, start: int, stop: int) -> BlockStoreMeta:
         blocks = chosen.blocks[start:stop]
@@ -131,27 +150,31 @@ class Source:
             keys if any(keys) else None,
         )
 
-    def remove(self) -> Announcement | None:
+    def remove(self) -> list[Announcement]:
         """One to four blocks of a tier, children before their parents."""
         where = self.random.choice([place for place, there in self.resident.items() if there] or [None])
         if where is None:
-            return None
+            return []
         there, gone = self.resident[where], []
         for _ in range(min(len(there), self.random.randint(1, 4))):
             parents = set(there.values()) if where.group is MAIN else set()
             leaf = self.random.choice([name for name in there if name not in parents])
             del there[leaf]
             gone.append(leaf)
-        return RemovedRun(where.group, where.medium, tuple(gone))
+        inner = tuple(name for name in map(inner_name, gone) if name in self.inner[where])
+        self.inner[where].difference_update(inner)
+        runs: list[Announcement] = [RemovedRun(where.group, where.medium, inner, True)] if inner else []
+        return [*runs, RemovedRun(where.group, where.medium, tuple(gone))]
 
-    def clear(self) -> Announcement:
-        for there in self.resident.values():
+    def clear(self) -> list[Announcement]:
+        for there in (*self.resident.values(), *self.inner.values()):
             there.clear()
-        return Cleared()
+        return [Cleared()]
 
-    def names(self, medium: str, group: GroupSpec = MAIN) -> set[bytes]:
-        """Digests of what is resident on a tier."""
-        return set(self.resident[Where(medium, group)])
+    def names(self, medium: str, group: GroupSpec = MAIN, *, inner: bool = False) -> set[bytes]:
+        """Digests of what is resident on a tier, those inside blocks too if asked for."""
+        where = Where(medium, group)
+        return {*self.resident[where], *(self.inner[where] if inner else ())}
 
     def prefix(self, medium: str, chosen: Prompt) -> int:
         """Leading blocks of a prompt that are resident on a tier, in the main group."""

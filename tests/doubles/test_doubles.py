@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from doubles import aibrix, dynamo, llm_d, mooncake, sglang, vllm_router
 from doubles.reading import Refused, leading
-from doubles.stream import BLOCK, IMAGE, MAIN, MEDIA, OTHER_IMAGE, PROMPTS, Prompt, Source, prompt
+from doubles.stream import BLOCK, MAIN, MEDIA, PROMPTS, Prompt, Source, prompt
 from kvevents_service.core.announce import encode
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun
 from kvevents_service.wire.dialects import DIALECTS
@@ -31,7 +32,7 @@ DOUBLES: dict[str, tuple[str, Callable[[], Any]]] = {
     "aibrix": ("aibrix", lambda: aibrix.Index(BLOCK)),
     "sglang": ("sglang", lambda: sglang.Index(BLOCK)),
 }
-TREES = {
+TIERS = {
     "dynamo": {"GPU": "device", "CPU": "host", "STORAGE": "disk", "EXTERNAL": "external"},
     "dynamo relay": {"GPU": "device", "CPU": "host", "STORAGE": "disk", "EXTERNAL": "external"},
     "vllm-router": {"GPU": "GPU", "CPU": "CPU", "STORAGE": "STORAGE"},
@@ -40,8 +41,12 @@ TREES = {
     "sglang": {"GPU": "GPU", "CPU": "CPU_PINNED", "STORAGE": "DISK", "EXTERNAL": "EXTERNAL"},
 }
 """Which of our tiers a double that keeps hashes by tier has under which name."""
-BLIND = {"vllm-router", "llm-d", "llm-d, old", "sglang"}
-"""Readers that look at tokens and adapter only: they take a salted or an image's prompt for the plain one."""
+DYNAMO = ("dynamo", "dynamo relay")
+TREES = tuple(double for double in TIERS if double not in DYNAMO)
+"""Readers that look at tokens and adapter only: they take a salted or an image's prompt for the plain one. So does
+Dynamo, but of two blocks that it cannot tell apart it keeps one."""
+DISTINCT = PROMPTS[:5]
+"""Prompts that differ by tokens or adapter."""
 
 Batches = Iterable[tuple[Announcement, ...]]
 
@@ -50,6 +55,16 @@ def feed(index: Any, dialect: str, batches: Batches, first_seq: int = 0) -> None
     for seq, batch in enumerate(batches, first_seq):
         payload = encode(DIALECTS[dialect], batch, 1.5, 0)
         index.feed(live_frames(TOPIC.get(dialect, b""), seq, payload))
+
+
+def held(double: str, index: Any) -> dict[str, set[Any]]:
+    return index.held() if double in DYNAMO else index.tree.held()
+
+
+def expected(double: str, source: Source) -> dict[str, set[Any]]:
+    """The hashes that its dialect lets through, by the double's names of the tiers."""
+    by_tier = {theirs: said(DOUBLES[double][0], source.names(ours)) for ours, theirs in TIERS[double].items()}
+    return {tier: hashes for tier, hashes in by_tier.items() if hashes}
 
 
 def build(double: str, source: Source, batches: int = 40) -> Any:
@@ -78,20 +93,19 @@ seeds = st.integers(0, 2**32)
 @pytest.mark.parametrize("double", TREES)
 def test_an_index_holds_exactly_what_its_dialect_lets_through(double: str, seed: int) -> None:
     source = Source(seed)
-    held = build(double, source).tree.held()
-    expected = {theirs: said(DOUBLES[double][0], source.names(ours)) for ours, theirs in TREES[double].items()}
-    assert held == {tier: hashes for tier, hashes in expected.items() if hashes}
+    index = build(double, source)
+    assert held(double, index) == expected(double, source)
 
 
 @given(seeds)
 @settings(max_examples=25)
-@pytest.mark.parametrize("double", BLIND)
+@pytest.mark.parametrize("double", TREES)
 def test_a_reader_of_tokens_and_adapters_finds_every_prefix(double: str, seed: int) -> None:
     source = Source(seed)
     index = build(double, source)
     for chosen in PROMPTS:
         found = index.match(chosen.tokens, lora=chosen.lora_name)
-        for ours, theirs in TREES[double].items():
+        for ours, theirs in TIERS[double].items():
             there = source.names(ours)
             length = leading(bool(with_plain(chosen, place) & there) for place in range(len(chosen.blocks)))
             assert found.get(theirs, 0) == length
@@ -99,16 +113,33 @@ def test_a_reader_of_tokens_and_adapters_finds_every_prefix(double: str, seed: i
 
 @given(seeds)
 @settings(max_examples=25)
-@pytest.mark.parametrize("double", ["dynamo", "dynamo relay"])
-def test_dynamo_tells_adapters_salts_and_images_apart(double: str, seed: int) -> None:
+@pytest.mark.parametrize("double", DYNAMO)
+def test_dynamo_holds_and_finds_exactly_what_it_can_tell_apart(double: str, seed: int) -> None:
+    source = Source(seed, DISTINCT)
+    index = build(double, source)
+    assert index.held() == expected(double, source)
+    for chosen in DISTINCT:
+        assert index.match(chosen.tokens, lora=chosen.lora_name) == overlap(source, chosen)
+
+
+def overlap(source: Source, chosen: Prompt) -> dict[str, int]:
+    """Leading blocks on the GPU, from there on the host, from there on the lower tiers."""
+    depth, depths = 0, []
+    for medium in MEDIA[:4]:
+        there = source.names(medium)
+        depth += leading(block.name in there for block in chosen.blocks[depth:])
+        depths.append(depth)
+    return {"gpu": depths[0], "cpu": depths[1], "disk": depths[3]}
+
+
+@given(seeds)
+@settings(max_examples=25)
+@pytest.mark.parametrize("double", DYNAMO)
+def test_dynamo_never_holds_what_is_gone(double: str, seed: int) -> None:
     source = Source(seed)
     index = build(double, source)
-    identities: list[dict[str, Any]] = [{}, {}, {}, {"lora": "ada"}, {"lora": "bob"}, {"salt": "salt-x"}]
-    identities += [{"images": {1: IMAGE}}, {"images": {1: OTHER_IMAGE}}]
-    for chosen, identity in zip(PROMPTS, identities, strict=False):
-        found = index.match(chosen.tokens, **identity)
-        for ours, theirs in TREES[double].items():
-            assert found.get(theirs, 0) == source.prefix(ours, chosen)
+    there = expected(double, source)
+    assert all(hashes <= there[tier] for tier, hashes in index.held().items())
 
 
 @given(seeds)
@@ -232,8 +263,8 @@ def drop(key: str) -> Callable[[list[Any]], None]:
         ("dynamo", put("block_hashes", [-5] * 8), False),
         ("dynamo", put("type", "BlockPinned"), True),
         ("dynamo", put("brand_new", 1), False),
-        ("dynamo", put("ownership", "fs"), True),
-        ("dynamo", put("locality", "REMOTE"), True),
+        ("dynamo", put("extra_keys", [[b"x"]]), True),
+        ("dynamo", put("extra_keys", [["x"]]), False),
         ("dynamo", drop("token_ids"), True),
         ("vllm-router", lambda batch: batch[:2], False),
         ("vllm-router", lambda batch: [*batch, b"p" * 16], True),
@@ -305,7 +336,7 @@ def test_dynamo_takes_a_lower_number_for_stale_and_the_relay_does_not() -> None:
         index = DOUBLES[double][1]()
         feed(index, "dynamo", [()], 9)
         feed(index, "dynamo", [(run_of(PROMPTS[2]),)], 3)
-        assert index.match(PROMPTS[2].tokens).get("device", 0) == blocks
+        assert index.match(PROMPTS[2].tokens)["gpu"] == blocks
 
 
 def test_dynamo_drops_a_device_block_whose_parent_is_only_on_the_host() -> None:
@@ -313,22 +344,44 @@ def test_dynamo_drops_a_device_block_whose_parent_is_only_on_the_host() -> None:
     index = dynamo.Index(BLOCK)
     host = msgspec.structs.replace(whole.part(0, 4), medium="CPU")
     feed(index, "dynamo", [(host, whole.part(4, 8))])
-    assert index.match(PROMPTS[0].tokens) == {"host": 4}
+    assert index.match(PROMPTS[0].tokens) == {"gpu": 0, "cpu": 4, "disk": 4}
 
 
-def test_dynamo_loses_what_hangs_behind_a_removed_device_block() -> None:
+def test_dynamo_finds_a_host_block_whose_parent_is_only_on_the_device() -> None:
+    whole = run_of(PROMPTS[0])
     index = dynamo.Index(BLOCK)
-    feed(index, "dynamo", [(run_of(PROMPTS[0]), RemovedRun(MAIN, "GPU", (PROMPTS[0].blocks[3].name,)))])
-    assert len(index.tree.held()["device"]) == 3
+    feed(index, "dynamo", [(whole.part(0, 4), msgspec.structs.replace(whole.part(4, 8), medium="CPU"))])
+    assert index.match(PROMPTS[0].tokens) == {"gpu": 4, "cpu": 8, "disk": 8}
 
 
-def test_the_relay_counts_references() -> None:
+@pytest.mark.parametrize(("medium", "left"), [("GPU", 4), ("CPU", 8), ("STORAGE", 8)])
+def test_dynamo_loses_what_hangs_behind_a_removed_device_block(medium: str, left: int) -> None:
+    index = dynamo.Index(BLOCK)
+    whole = run_of(PROMPTS[0], medium=medium)
+    gone = RemovedRun(MAIN, medium, (whole.hash_at(3),))
+    feed(index, "dynamo", [(whole, gone)])
+    assert index.match(PROMPTS[0].tokens)["disk"] == 3
+    feed(index, "dynamo", [(whole.part(3, 4),)], 1)
+    assert index.match(PROMPTS[0].tokens)["disk"] == left
+
+
+@pytest.mark.parametrize("change", [put("ownership", "fs"), put("locality", "REMOTE"), put("medium", "gpu")])
+def test_dynamo_drops_events_without_a_word(change: Callable[[list[Any]], None]) -> None:
+    batch = msgspec.msgpack.decode(encode(DIALECTS["dynamo"], (run_of(PROMPTS[0]), run_of(PROMPTS[2])), 1.5, 0))
+    change(batch)
+    index = dynamo.Index(BLOCK)
+    index.feed(live_frames(b"", 0, msgspec.msgpack.encode(batch)))
+    assert [index.match(chosen.tokens)["gpu"] for chosen in (PROMPTS[0], PROMPTS[2])] == [0, 3]
+
+
+def test_the_relay_counts_references_and_the_indexer_does_not() -> None:
     gone = RemovedRun(MAIN, "GPU", tuple(block.name for block in reversed(PROMPTS[0].blocks)))
-    index = dynamo.Index(BLOCK, relay=True)
-    feed(index, "dynamo", [(run_of(PROMPTS[0]), run_of(PROMPTS[0]), gone)])
-    assert index.match(PROMPTS[0].tokens) == {"device": 8}
-    feed(index, "dynamo", [(gone,)])
-    assert index.tree.held() == {}
+    for relay, left in ((True, 8), (False, 0)):
+        index = dynamo.Index(BLOCK, relay=relay)
+        feed(index, "dynamo", [(run_of(PROMPTS[0]), run_of(PROMPTS[0]), gone)])
+        assert index.match(PROMPTS[0].tokens)["gpu"] == left
+        feed(index, "dynamo", [(gone,)], 1)
+        assert index.held() == {}
 
 
 def test_mooncake_is_stale_after_a_hole() -> None:
@@ -363,7 +416,12 @@ def test_aibrix_chains_many_hashes_wrongly() -> None:
 
 def test_the_stream_is_rich() -> None:
     """Else the tests above would prove little."""
-    source = Source(1)
-    kinds = [type(item).__name__ for batch in source.batches(400) for item in batch]
-    assert {kinds.count(name) > 20 for name in ("BlockStoreMeta", "RemovedRun", "Cleared")} == {True}
-    assert sum(bool(source.names(medium)) for medium in MEDIA) >= 2
+    items = [item for seed in range(10) for batch in Source(seed).batches(40) for item in batch]
+    kinds = Counter((type(item).__name__, getattr(item, "inner", False)) for item in items)
+    assert set(kinds) == {("BlockStoreMeta", False), ("BlockStoreMeta", True), ("RemovedRun", False),
+                          ("RemovedRun", True), ("Cleared", False)}  # fmt: skip
+    assert min(kinds.values()) >= 10
+    stored = [item for item in items if isinstance(item, BlockStoreMeta)]
+    assert {item.medium for item in stored} == set(MEDIA)
+    assert {item.lora_name for item in stored} == {None, "ada", "bob"}
+    assert any(item.parent_block_hash for item in stored if not item.inner)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from kvevents_service.errors import WireError
 from kvevents_service.wire import control
-from kvevents_service.wire.control import ClientMessage, Offer, SidecarMessage, Step
+from kvevents_service.wire.control import ClientMessage, InnerHash, Offer, SidecarMessage, Step
 from kvevents_service.wire.framing import decode_client, decode_sidecar, encode_message
 
 INT64 = st.integers(-(2**63), 2**64 - 1)
-KEYS = st.lists(st.one_of(st.none(), st.tuples(st.text(), INT64, st.binary())))
+KEY = st.one_of(st.none(), st.tuples(st.text(), INT64, st.binary()))
 FIELDS = {
     int: INT64,
     int | None: st.one_of(st.none(), INT64),
@@ -33,12 +33,14 @@ MESSAGES = [*CLIENT, *SIDECAR]
 def built(cls: type) -> st.SearchStrategy:
     """Any value of a message type."""
     fields = msgspec.structs.fields(cls)
-    return st.builds(cls, *[_value(field.name, field.type) for field in fields])
+    return st.builds(cls, *[_value(cls, field.name, field.type) for field in fields])
 
 
-def _value(name: str, kind: object) -> st.SearchStrategy:
+def _value(cls: type, name: str, kind: object) -> st.SearchStrategy:
     if name == "extra_keys":
-        return st.one_of(st.none(), KEYS)
+        return st.one_of(st.none(), KEY if cls is InnerHash else st.lists(KEY))
+    if type(None) in get_args(kind) and kind not in FIELDS:
+        return st.one_of(st.none(), _value(cls, name, get_args(kind)[0]))
     nested = get_args(kind)[:1]
     if nested and isinstance(nested[0], type) and issubclass(nested[0], msgspec.Struct):
         return st.lists(built(nested[0]), max_size=3)
@@ -78,7 +80,7 @@ def test_what_an_older_peer_leaves_off_has_its_default(cls: type) -> None:
 
 
 def test_what_a_newer_peer_appends_to_an_offer_is_ignored() -> None:
-    offer = ["r", 0, b"h", b"t", b"b", None, None, None, None, "new"]
+    offer = ["r", 0, b"h", b"t", b"b", None, None, None, None, None, "new"]
     message = decode_client(msgspec.msgpack.encode(["step", 1, [offer], [], []]))
     assert message == Step(1, [Offer("r", 0, b"h", b"t", b"b")])
 
