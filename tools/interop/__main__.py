@@ -1,6 +1,6 @@
 """`make interop`: real routers, unmodified, subscribed to a running sidecar.
 
-    python tools/interop DIR [--consumer NAME]... [--scenario WORD]...
+    python tools/interop DIR [--large] [--consumer NAME]... [--scenario WORD]...
 
 DIR is where setup.sh put the programs. Prints one JSON line per consumer and scenario.
 Exit code 1 if one is not ok.
@@ -21,7 +21,7 @@ import stand_ins
 from consumer import Kind
 from dynamo import Dynamo
 from prefix_index import Ours
-from scenarios import SCENARIOS, Scenario
+from scenarios import LARGE_SCENARIOS, SCENARIOS, Scenario
 from stage import Line, Stage
 from vllm_router import VllmRouter
 
@@ -61,10 +61,13 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--consumer", action="append", default=[], help="only those whose name has this in it")
     parser.add_argument("--scenario", action="append", default=[], help="only those whose name has this in it")
+    parser.add_argument("--large", action="store_true", help="instead: a late join to 300,000 blocks, for the real")
     options = parser.parse_args()
     asked = [kind for kind in kinds(options.directory.resolve()) if _chosen(kind.name, options.consumer)]
+    if options.large:
+        asked = [kind for kind in asked if kind.real]
     all_ok = True
-    for scenario in SCENARIOS:
+    for scenario in LARGE_SCENARIOS if options.large else SCENARIOS:
         if _chosen(scenario.name, options.scenario):
             all_ok &= report(scenario, asked)
     return 0 if all_ok else 1

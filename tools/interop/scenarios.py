@@ -16,6 +16,7 @@ RETAINED = 8
 FEW = 2
 LARGE = 16_384
 """Blocks: a state of this size comes in many batches."""
+HUGE = 300_032
 MANY = 11_000
 """More numbers than a replay spans."""
 
@@ -59,9 +60,18 @@ def late_join(stage: Stage) -> Iterator[Wrong]:
 
 def late_join_large(stage: Stage) -> Iterator[Wrong]:
     """The same with more blocks than one batch holds: the state comes in many parts."""
+    yield from _late_join_of(stage, LARGE)
+
+
+def late_join_huge(stage: Stage) -> Iterator[Wrong]:
+    """More than 16 MiB of state."""
+    yield from _late_join_of(stage, HUGE)
+
+
+def _late_join_of(stage: Stage, blocks: int) -> Iterator[Wrong]:
     stage.sidecar.preset(MILLION)
     stage.sidecar.start()
-    stage.fill(LARGE)
+    stage.fill(blocks)
     stage.join()
     stage.feed(1)
     yield stage.check()
@@ -248,3 +258,7 @@ SCENARIOS = (
     Scenario("GPU, CPU and STORAGE, lost messages, no longer kept", tiers_lost, RETAINED, recovery=True),
     Scenario("a second reader of each kind, after 11,000 numbers", second_reader, RETAINED, recovery=True),
 )
+LARGE_SCENARIOS = (
+    Scenario("late join above a million, 300,000 blocks", late_join_huge, RETAINED, HUGE + LARGE, recovery=True),
+)
+"""For the real consumers only: the doubles would take minutes."""

@@ -20,6 +20,7 @@ from kvevents_service.config import load_config
 from kvevents_service.testing import Chain, make_chain
 
 SEED = 7
+ASKED = 64
 STEP_BLOCKS = BLOCKS
 CHECK_S = 15.0
 STEADY_S = 1.0
@@ -88,10 +89,12 @@ class Stage:
             self.feeder.store(self.new_prompt(blocks))
 
     def fill(self, blocks: int) -> None:
-        """Store so many blocks in full steps; one prompt of each step is asked for."""
-        for _ in range(blocks // STEP_BLOCKS):
+        """Store so many blocks in full steps. ASKED of the prompts, spread over them all, are asked for."""
+        steps = blocks // STEP_BLOCKS
+        for step in range(steps):
             rest = [self.new_prompt(8, asked=False) for _ in range(STEP_BLOCKS // 8 - 1)]
-            self.feeder.store(self.new_prompt(8), *rest)
+            asked = step % max(1, steps // ASKED) == 0
+            self.feeder.store(self.new_prompt(8, asked=asked), *rest)
 
     def join(self) -> None:
         """Every consumer starts and subscribes. One that cannot is not ok; the others go on."""
