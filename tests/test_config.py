@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvevents_service.config import ServeConfig, load_config
+from kvevents_service.config import OutputConfig, ServeConfig, load_config
 from kvevents_service.errors import ConfigError
 
 
@@ -63,3 +63,75 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, named: str) -> No
         path.write_text(text)
     with pytest.raises(ConfigError, match=named):
         load_config(path, {})
+
+
+# outputs
+
+
+def test_the_top_level_describes_one_output() -> None:
+    config = ServeConfig(pub="tcp://127.0.0.1:7", replay=None, dialect="dynamo", topic="t", dp_rank=2)
+    assert config.event_outputs == [OutputConfig("tcp://127.0.0.1:7", None, None, "dynamo", "t", 2)]
+
+
+def test_a_file_describes_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POD_IP", "10.0.0.7")
+    path = tmp_path / "c.toml"
+    path.write_text(
+        """
+        labels = { model = "org/m" }
+        [[outputs]]
+        pub = "tcp://127.0.0.1:5557"
+        replay = "tcp://127.0.0.1:5558"
+        snapshot = "tcp://127.0.0.1:5559"
+        [[outputs]]
+        pub = "tcp://127.0.0.1:5560"
+        dialect = "llm-d"
+        topic = "kv@{pod}@{model}"
+        dp_rank = 1
+        """
+    )
+    first, second = load_config(path, {}).event_outputs
+    assert (first.dialect, first.snapshot) == ("vllm", "tcp://127.0.0.1:5559")
+    assert second == OutputConfig("tcp://127.0.0.1:5560", None, None, "llm-d", "kv@10.0.0.7@org/m", 1)
+
+
+@pytest.mark.parametrize(
+    "port", ["tcp://127.0.0.1:5557", "tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://localhost:5557"]
+)
+def test_endpoints_that_overlap_are_refused(port: str) -> None:
+    outputs = [{"pub": "tcp://127.0.0.1:5557"}, {"pub": "tcp://127.0.0.1:0", "replay": port}]
+    with pytest.raises(
+        ConfigError, match=r"outputs\[1\].replay: expected an endpoint other than outputs\[0\].pub's"
+    ):
+        load_config(None, {"outputs": outputs, "allow_remote": True})
+
+
+@pytest.mark.parametrize(
+    "port", ["tcp://127.0.0.1:5558", "tcp://127.0.0.2:5557", "ipc:///tmp/x", "tcp://127.0.0.1:0"]
+)
+def test_endpoints_that_differ_are_not(port: str) -> None:
+    outputs = [{"pub": "tcp://127.0.0.1:5557"}, {"pub": "tcp://127.0.0.1:0", "replay": port}]
+    assert len(load_config(None, {"outputs": outputs}).event_outputs) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"outputs": [{"pub": "tcp://127.0.0.1:1"}], "topic": "t"}, "topic"),
+        ({"outputs": [{"pub": "tcp://127.0.0.1:1"}], "pub": "tcp://127.0.0.1:2"}, "pub"),
+        ({"outputs": [{"replay": "tcp://127.0.0.1:1"}]}, "pub"),
+        ({"outputs": [{"pub": "tcp://127.0.0.1:1", "colour": 1}]}, "colour"),
+        ({"outputs": [{"pub": "tcp://10.0.0.1:1"}]}, "pub"),
+        ({"outputs": [{"pub": "tcp://127.0.0.1:1", "dialect": "vlm"}]}, "dialect"),
+        ({"outputs": [{"pub": "tcp://127.0.0.1:1", "dp_rank": -1}]}, "dp_rank"),
+        ({"dialect": "VLLM"}, "dialect"),
+        ({"dialect": "dynamo", "snapshot": "tcp://127.0.0.1:9"}, "snapshot"),
+        ({"snapshot": "tcp://127.0.0.1:5558"}, "snapshot"),
+        ({"topic": "{nobody}"}, "topic"),
+        ({"heartbeat_s": -1}, "heartbeat_s"),
+        ({"heartbeat_s": float("nan")}, "heartbeat_s"),
+    ],
+)
+def test_an_output_that_cannot_work_is_named(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config(None, settings)

@@ -29,6 +29,7 @@ GC_THRESHOLD = 50_000
 @click.option("--host-bytes", type=int, metavar="N", help="Size of the CPU tier in bytes. [default: 1 GiB]")
 @click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
 @click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")
+@click.option("--snapshot", metavar="E", help="Snapshot endpoint. [default: none]")
 @click.option("--dialect", metavar="NAME", help="What the readers of --pub take. [default: vllm]")
 @click.option("--topic", metavar="T", help="Topic of every message, as kv@{pod}@{model}. [default: empty]")
 @click.option("--dp-rank", type=int, metavar="N", help="Data parallel rank in every batch. [default: 0]")

@@ -84,13 +84,19 @@ class Reply:
 
     def _of_snapshot(self, snapshot: Snapshot) -> bytes | Wait | None:
         place = self.seq - self.first
-        if place < len(snapshot.parts) and not self._exact:
-            return snapshot.parts[place]
+        parts = self._exact_parts(snapshot) if self._exact and snapshot.done else snapshot.parts
+        if place < len(parts) and (snapshot.done or not self._exact):
+            return parts[place]
         if not snapshot.done:
             return WAIT
-        if place == 0 and self._exact:
-            return snapshot.joined()
-        return None if snapshot.failed else snapshot.empty
+        return snapshot.empty if parts and not snapshot.failed else None
+
+    def _exact_parts(self, snapshot: Snapshot) -> list[bytes]:
+        """The whole state at once; one too large for that as it is, if there are numbers enough; else none."""
+        joined = snapshot.joined()
+        if joined is not None:
+            return [joined]
+        return snapshot.parts if self.first + snapshot.numbers_needed - 1 <= snapshot.upto else []
 
     def advance(self) -> None:
         """Number `seq` is sent."""

@@ -94,6 +94,9 @@ class Replayer:
             return
         try:
             await self._deliver(Cursor(self._socket, identity, self._output, reply), deadline)
+        except TimeoutError:
+            self.dropped_clients += 1
+            self._end_now(identity)
         finally:
             reply.close()
 
@@ -107,6 +110,7 @@ class Replayer:
         return None
 
     async def _deliver(self, cursor: Cursor, deadline: float) -> None:
+        """TimeoutError if the client took too long."""
         stalled = self._clock() + STALL_S
         while self._clock() < min(deadline, stalled):
             async with self._turn:  # one client a turn of the loop: engines' lookups come in between
@@ -118,7 +122,7 @@ class Replayer:
                 stalled = self._clock() + STALL_S
             else:
                 await asyncio.sleep(RETRY_S)
-        self.dropped_clients += 1
+        raise TimeoutError
 
     def stats(self) -> dict[str, int]:
         return {

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvevents_service.core.residency import Residency
 from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.control import PROTOCOL_VERSION, GroupSpec, Hello, Inspect, Memory
-from kvevents_service.wire.events import AllBlocksCleared
+from kvevents_service.wire.events import AllBlocksCleared, Event
 from kvevents_service.wire.frames import parse_replay_reply, replay_request
 from kvevents_service.wire.framing import encode_message
 
@@ -76,13 +77,25 @@ def store_something(ready: dict[str, object]) -> None:
     os.close(memory.fd)
 
 
-def replayed(endpoint: object) -> list[tuple[int, object]]:
-    """(number, events) of everything that is retained."""
+def assert_the_state_comes_from(endpoint: object, start: int) -> None:
+    """A replay from there is contiguous, clears first and tells what is resident."""
+    batches = replayed(endpoint, start)
+    assert [seq for seq, _ in batches] == list(range(start, start + len(batches)))
+    assert batches[0][1][0] == AllBlocksCleared()
+    residency = Residency()
+    for _, events in batches:
+        residency.apply(events)
+    residency.check()
+    assert len(residency) == 4
+
+
+def replayed(endpoint: object, start: int = 0) -> list[tuple[int, list[Event]]]:
+    """(number, events) of a replay."""
     batches = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(str(endpoint))
-        dealer.send_multipart(replay_request(0))
+        dealer.send_multipart(replay_request(start))
         while dealer.poll(LONG_S * 1000) and (reply := parse_replay_reply(dealer.recv_multipart())) is not None:
             batches.append((reply.seq, decode_batch(reply.payload).batch.events))
     return batches
@@ -117,7 +130,9 @@ def test_without_a_state_directory_every_life_starts_at_0(serve) -> None:
         sidecar = serve()
         ready = sidecar.ready()
         store_something(ready)
-        assert [seq for seq, _ in replayed(ready["replay"])] == [0]
+        batches = replayed(ready["replay"])
+        assert [seq for seq, _ in batches] == list(range(len(batches)))
+        assert [len(events) for _, events in batches if events] == [1]
         sidecar.end(signal.SIGKILL)
 
 
@@ -132,9 +147,12 @@ def test_with_one_numbers_go_on_above_and_a_clear_comes_first(serve, tmp_path: P
     ready = second.ready()
     assert ready["first_seq"] > used  # type: ignore[operator]
     store_something(ready)
-    batches = replayed(ready["replay"])
-    assert [seq for seq, _ in batches] == [ready["first_seq"], ready["first_seq"] + 1]  # type: ignore[operator]
+    started = int(ready["first_seq"])  # type: ignore[call-overload]
+    batches = replayed(ready["replay"], started)
+    assert [seq for seq, _ in batches][:2] == [started, started + 1]
     assert batches[0][1] == [AllBlocksCleared()]
+    assert_the_state_comes_from(ready["replay"], used + 1)  # a reader that saw the first life
+    assert_the_state_comes_from(ready["replay"], 0)
     assert second.end(signal.SIGTERM) == (0, "")
 
 

@@ -20,7 +20,7 @@ from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.snapshot import PartLimits
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.testing import Chain, HeldCopies, ManualClock, make_chain
-from kvevents_service.wire.codec import decode_batch
+from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
 from kvevents_service.wire.control import GroupSpec, Reset, Step
 
 GROUPS = (FULL, GroupSpec(1, "sliding_window", FULL.block_size, 8))
@@ -336,6 +336,30 @@ def test_a_state_that_needs_more_numbers_than_there_are_gets_them() -> None:
     desk.journal.lose(last)
     assert desk.numbers(last)[0] == last  # the snapshot before has no numbers left for it
     assert desk.recovery.made == 2
+
+
+def test_an_exact_reply_has_the_whole_state_in_its_first_number() -> None:
+    desk = Desk(batches=9, retained=1, limits=LIMITS)
+    pool = BlockPool(10, 1)
+    chain = chain_of(0, 10)
+    pool.commit(pool.allocate(snapshot(chain.offer(range(10)), FULL, "CPU", 32), list(chain.hashes), None).slots)
+    desk.recovery.sources = lambda: [pool]
+    reply = desk.recovery.answer(7, 0, exact=True)
+    assert reply is not None
+    assert isinstance(reply.payload(), Wait)
+    while desk.recovery.rendering is not None:
+        desk.recovery.rendering.render_next()
+    fold = Residency()
+    payload = reply.payload()
+    assert isinstance(payload, bytes)
+    fold.apply(decode_batch(payload).batch.events)
+    assert len(fold) == 10
+    reply.advance()
+    assert decode_batch(reply.payload()).batch.events == []  # type: ignore[arg-type]
+    assert desk.recovery.heartbeats == 0
+    assert reply.snapshot is not None
+    reply.snapshot.bytes, reply.snapshot._joined, reply.seq = MAX_PAYLOAD_BYTES + 1, None, 7
+    assert reply.payload() is None, "too large for one payload, and there are only two numbers"
 
 
 def test_a_second_cut_waits_for_the_first_to_be_rendered() -> None:

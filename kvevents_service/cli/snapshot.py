@@ -1,0 +1,109 @@
+"""`kvevents snapshot`: ask a snapshot endpoint for the resident set, once. Data on stdout, all else on stderr.
+
+0    a snapshot came, an empty one too
+1    none can be had now, or what came is no snapshot
+2    bad usage, or an endpoint that cannot be one
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final, NamedTuple
+
+import click
+import zmq
+
+from kvevents_service.cli.render import JsonLines, Look, Origin, escape, plural
+from kvevents_service.cli.terminal import chat, discard_stdout, write
+from kvevents_service.core.residency import Residency
+from kvevents_service.errors import ConfigError, WireError
+from kvevents_service.sockets import connect
+from kvevents_service.wire.codec import decode_batch
+from kvevents_service.wire.events import BlockStored, EventBatch
+from kvevents_service.wire.frames import SNAPSHOT_EMPTY, SNAPSHOT_REQUEST, SnapshotReply, parse_snapshot_reply
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+
+
+class Snapshot(NamedTuple):
+    """A reply and its batches."""
+
+    reply: SnapshotReply
+    batches: list[EventBatch]
+
+
+@click.command(epilog="Exit codes: 0 a snapshot came, 1 there is none now, 2 bad usage, 130 interrupted.")
+@click.argument("endpoint")
+@click.option("--json", "as_json", is_flag=True, help="One event a line, as `kvevents tail --json`.")
+@click.option("--tokens", is_flag=True, help="With --json: show token ids, they are the users' prompts.")
+@click.option(
+    "--wait",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Give up after S seconds.",
+)
+def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
+    """Show what is resident now, from an endpoint of `serve --snapshot`.
+
+    \b
+    kvevents snapshot tcp://127.0.0.1:5559
+    """
+    try:
+        reply = ask(endpoint, wait)
+        found = Snapshot(reply, [decode_batch(payload).batch for payload in reply.payloads])
+    except ConfigError as error:
+        chat(f"kvevents snapshot: {error}")
+        return EXIT_USAGE
+    except (TimeoutError, WireError) as error:
+        chat(f"kvevents snapshot: {str(error) or f'no answer from {endpoint} in {wait:g} s'}")
+        return EXIT_FAILED
+    if reply.seq < SNAPSHOT_EMPTY:
+        chat("kvevents snapshot: unavailable now, ask again")
+        return EXIT_FAILED
+    try:
+        for line in json_lines(found, tokens) if as_json else summary(found):
+            write(line)
+    except BrokenPipeError:
+        discard_stdout()
+    return EXIT_OK
+
+
+def ask(endpoint: str, wait_s: float) -> SnapshotReply:
+    """One request. Raises TimeoutError, WireError or ConfigError."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        connect(socket, endpoint, "endpoint")
+        socket.send(SNAPSHOT_REQUEST)
+        if not socket.poll(int(wait_s * 1000)):
+            raise TimeoutError
+        return parse_snapshot_reply(socket.recv_multipart())
+
+
+def summary(found: Snapshot) -> list[str]:
+    """The number, who said it, and how many blocks and tokens are where."""
+    residency, tokens = Residency(), Counter[tuple[str, int]]()
+    for batch in found.batches:
+        residency.apply(batch.events)
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                tokens[event.medium or "GPU", event.group_idx or 0] += len(event.token_ids)
+    number = "nothing numbered yet" if found.reply.seq == SNAPSHOT_EMPTY else f"after #{found.reply.seq}"
+    lines = [f"{number}  publisher {found.reply.publisher_id.hex()}  {plural(len(residency), 'block')}"]
+    for shelf, names in residency.shelves.items():
+        where = f"{escape(shelf.medium):<7} g{shelf.group:<2} {plural(len(names), 'block'):>11}"
+        lines.append(f"{where}  {plural(tokens[shelf.medium, shelf.group], 'token')}")
+    return lines
+
+
+def json_lines(found: Snapshot, tokens: bool) -> list[str]:
+    """Every event as an object with the number of the snapshot."""
+    lines = JsonLines(Look(tokens=tokens))
+    return [
+        lines.event(Origin(found.reply.seq, batch.ts, b"", batch.data_parallel_rank), event)
+        for batch in found.batches
+        for event in batch.events
+    ]
