@@ -25,6 +25,8 @@ from scenarios import LARGE_SCENARIOS, SCENARIOS, Scenario
 from stage import Line, Stage
 from vllm_router import VllmRouter
 
+from kvevents_service.errors import KvEventsError
+
 
 def kinds(home: Path) -> list[Kind]:
     return [
@@ -46,7 +48,7 @@ def play(scenario: Scenario, asked: Sequence[Kind], directory: Path) -> Iterator
             for name, what in found.items():
                 if what:
                     wrong.setdefault(name, f"at point {points}: {what}")
-    except (OSError, RuntimeError, TimeoutError) as error:
+    except (OSError, RuntimeError, KvEventsError) as error:
         wrong |= {kind.name: f"the scenario broke off: {error!r}" for kind in asked if kind.name not in wrong}
     finally:
         stage.close()

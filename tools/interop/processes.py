@@ -8,19 +8,32 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from random import sample
 from typing import Any
 
 STOP_S = 10.0
 START_S = 30.0
 POLL_S = 0.05
 HTTP_S = 10.0
+PORTS = range(20_000, 32_000)
+
+_given: set[int] = set()
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing is bound to and that this process has not given out before.
+
+    Below the range from which the kernel takes ports for connections: it stays free while a sidecar is started again.
+    """
+    for port in sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
+    raise RuntimeError("no free port")
 
 
 def loopback(port: int) -> str:
