@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from kvevents_service.core.sequence import Gap, Origin, Restart, Resync
+from kvevents_service.core.sequence import NOWHERE, Gap, Origin, Restart, Resync
 from kvevents_service.errors import WireError
 from kvevents_service.wire.codec import Skipped
 from kvevents_service.wire.events import EventBatch
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
     batch: EventBatch
     skipped: tuple[Skipped, ...]
     replayed: bool
-    source: Origin
+    source: Origin = NOWHERE
 
 
 class Undecodable(NamedTuple):
@@ -50,7 +50,7 @@ class Undecodable(NamedTuple):
     topic: bytes
     seq: int | None
     error: WireError
-    source: Origin
+    source: Origin = NOWHERE
 
 
 class Stale(NamedTuple):

@@ -38,6 +38,9 @@ class Origin(NamedTuple):
     dp_rank: int | None = None
 
 
+NOWHERE: Final = Origin("")
+
+
 class Deliver(NamedTuple):
     """The next message, for the consumer."""
 
@@ -51,7 +54,7 @@ class Gap(NamedTuple):
 
     expected: int
     got: int
-    source: Origin | None = None
+    source: Origin = NOWHERE
 
 
 class Restart(NamedTuple):
@@ -59,7 +62,7 @@ class Restart(NamedTuple):
 
     last: int
     seq: int
-    source: Origin | None = None
+    source: Origin = NOWHERE
 
 
 class Resync(NamedTuple):
@@ -68,7 +71,7 @@ class Resync(NamedTuple):
 
     expected: int
     got: int
-    source: Origin | None = None
+    source: Origin = NOWHERE
 
 
 class Ask(NamedTuple):
@@ -97,7 +100,7 @@ class Sequencer:
 
     def __init__(self, *, replay: bool, limits: HoldLimits | None = None) -> None:
         self.limits = limits or HoldLimits()
-        self.source: Origin | None = None
+        self.source = NOWHERE
         self.joined_at: int | None = None
         self.replaying = False
         self.distrusted = False
@@ -113,6 +116,7 @@ class Sequencer:
         self._unanswered = False  # nothing of the reply under way has come
         self._void = False  # the reply under way may tell anew what was delivered
         self._filling = False  # the reply under way told a clear: what follows may be a snapshot
+        self._partial = False  # one that told a clear broke off, and nothing has made it whole
         self._publisher: bytes | None = None
         self._retired: deque[bytes] = deque(maxlen=RETIRED)
         self._held: deque[LiveFrame] = deque()
@@ -153,6 +157,7 @@ class Sequencer:
         if self._is_other(frame):
             return [*self._end_old(frame.seq), *self._ask(0)]
         anew = starts_anew(frame.payload)
+        self._partial &= not anew
         first, self._unanswered = self._unanswered, False
         again = self._void and (anew or frame.seq == 0) and frame.seq < self._next
         if again or (anew and frame.seq > self._next):
@@ -171,17 +176,13 @@ class Sequencer:
         """The replay has told all it has. A hole it could not know of, because it came later, is asked for."""
         if self._void:
             self.distrusted = False  # it does not have the whole state
-        self._answered()
-        return self._release(self._asked_below)
+        return self._stop(self._asked_below, broken=self._partial)
 
     def give_up(self) -> list[Step]:
         """The replay is not going to end: ask once more, then deliver what is on hold, holes and all."""
         if self._tries < TRIES:
             return self._ask(0 if self._filling or self._void else self._next)
-        broken = self._filling
-        self._answered()
-        steps: list[Step] = [self._gap(self._next)] if broken else []
-        return steps + self._release(self._live_below())
+        return self._stop(self._live_below(), broken=self._filling or self._partial)
 
     def snapshot(self, snapshot: Snapshot) -> list[Step]:
         """The answer to an `Ask` from an endpoint for snapshots: the whole state, after which the numbers go on."""
@@ -259,12 +260,18 @@ class Sequencer:
     def _ask(self, start: int) -> list[Step]:
         self._tries = self._tries + 1 if self.replaying else 1
         self._void |= self._filling
+        self._partial |= self._filling
         self.replaying, self._settled, self._unanswered, self._filling = True, False, True, False
         self._asked_below = self._live_below()
         return [Ask(start)]
 
     def _answered(self) -> None:
-        self.replaying = self._void = self._filling = False
+        self.replaying = self._void = self._filling = self._partial = False
+
+    def _stop(self, asked_below: int, broken: bool) -> list[Step]:
+        self._answered()
+        steps: list[Step] = [self._gap(self._next)] if broken else []
+        return steps + self._release(asked_below)
 
     def _resync(self, frame: LiveFrame) -> list[Step]:
         while self._held and self._held[0].seq <= frame.seq:
@@ -272,6 +279,7 @@ class Sequencer:
             self.duplicates += 1
         steps: list[Step] = [Resync(self._next, frame.seq, self.source)]
         self._next, self._void, self.distrusted, self._filling = frame.seq, False, False, True
+        self._partial = False
         return steps + self._accept(frame, replayed=True)
 
     def _live_below(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvevents_service.cli.render import HumanLines, Invalid, JsonLines, Look, Origin, clock_time, escape, short_hash
 from kvevents_service.errors import WireError
-from kvevents_service.subscriber import Gap, Restart, Undecodable
+from kvevents_service.subscriber import Back, Gap, Restart, Resync, Stale, Undecodable
 from kvevents_service.wire.codec import Skipped
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -57,7 +57,11 @@ class TestHuman:
         [
             (PLAIN.gap(Gap(41, 44)), "gap: 3 batches missing (41..43)"),
             (PLAIN.gap(Gap(41, 42)), "gap: 1 batch missing (41)"),
+            (PLAIN.gap(Gap(41, 41)), "gap: the state told before #41 is not whole"),
             (PLAIN.restart(Restart(9, 0)), "restart: the publisher began anew (#9, then #0)"),
+            (PLAIN.resync(Resync(3, 9)), "resync: the whole state comes anew (#9, expected #3)"),
+            (PLAIN.stale(Stale("pod", 2.04)), "stale: nothing came for 2.0 s"),
+            (PLAIN.back(Back("pod")), "back: messages come again"),
             (PLAIN.undecodable(Undecodable(b"", 7, FLOAT)), "undecodable: #7 ts: expected float"),
             (PLAIN.undecodable(Undecodable(b"", None, FLOAT)), "undecodable: ts: expected float"),
             (PLAIN.replay_end(), "replay end"),
@@ -101,6 +105,9 @@ class TestJson:
         [
             (JSON.gap(Gap(41, 44)), {"type": "Gap", "expected": 41, "got": 44}),
             (JSON.restart(Restart(9, 0)), {"type": "Restart", "last": 9, "seq": 0}),
+            (JSON.resync(Resync(3, 9)), {"type": "Resync", "expected": 3, "got": 9}),
+            (JSON.stale(Stale("pod", 2.5)), {"type": "Stale", "silent_s": 2.5}),
+            (JSON.back(Back("pod")), {"type": "Back"}),
             (
                 JSON.undecodable(Undecodable(b"kv\xff", None, WireError("seq", "8 bytes"))),
                 {"type": "Undecodable", "seq": None, "topic": "kv\\xff", "field": "seq", "expected": "8 bytes"},

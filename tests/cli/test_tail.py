@@ -216,15 +216,21 @@ class TestStream:
     def test_losses_are_in_the_stream(self, stream: Stream) -> None:
         process = stream.tail("--count", "3")
         for seq in (0, 3, 1):
-            stream.send(seq, AllBlocksCleared())
+            stream.send(seq, stored())
         stream.socket.send_multipart([b"kv", b"\0" * 7, b"\x90"])
-        stream.send(2, AllBlocksCleared())
+        stream.send(2, stored())
         lines = ended(process)[1].splitlines()
-        assert [line for line in lines if "cleared" not in line] == [
+        assert [line for line in lines if "stored" not in line] == [
             "gap: 2 batches missing (1..2)",
             "restart: the publisher began anew (#3, then #1)",
             "gap: 1 batch missing (0)",
         ]
+
+    def test_a_clear_after_a_hole_is_no_loss(self, stream: Stream) -> None:
+        process = stream.tail("--count", "2")
+        for seq in (0, 9):
+            stream.send(seq, AllBlocksCleared())
+        assert ended(process)[1].splitlines()[1] == "resync: the whole state comes anew (#9, expected #1)"
 
     def test_an_undecodable_message(self, stream: Stream) -> None:
         process = stream.tail("--count", "1", "--json")

@@ -14,7 +14,7 @@ from kvevents_service.wire.frames import LiveFrame
 from kvevents_service.wire.peek import Snapshot
 
 BLOCK_SIZE = 2
-PER_BATCH = 2
+PER_BATCH = 1
 _lives = count(1)
 
 

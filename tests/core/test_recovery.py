@@ -52,6 +52,8 @@ class Life(RuleBasedStateMachine):
         self.consumer = Consumer()
         self.asked: int | None = None
         self.answer: deque[LiveFrame] | None = None
+        self.dead = False
+        """The process that was asked has gone: nobody is going to answer that request."""
 
     @initialize(
         batches=st.sampled_from([1, 3, 100]),
@@ -93,11 +95,14 @@ class Life(RuleBasedStateMachine):
     def restart_above(self, skipped: int, survivors: bool, lost: bool) -> None:
         """As the sidecar with a state directory: it goes on above, clears, and tells what survived."""
         kept = blocks_of(self.publisher.fold) if survivors else {}
-        self.publisher = self.new_life(self.publisher.next_seq + skipped)
-        self.answer = None
+        self.replace(self.new_life(self.publisher.next_seq + skipped))
         self.send(AllBlocksCleared(), lost=lost)
         for shelf, blocks in kept.items():
             self.send(*(stored(block, shelf.medium) for block in sorted(blocks)))
+
+    def replace(self, publisher: ModelPublisher) -> None:
+        self.publisher = publisher
+        self.dead = self.asked is not None
 
     # the way
 
@@ -111,6 +116,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.asked is not None)
     @rule()
     def answer_some(self) -> None:
+        if self.dead:
+            return self.time_out()
         if self.by_snapshot and self.asked == 0:
             return self.perform(self.sequence.snapshot(self.publisher.snapshot()))
         if self.answer is None:
@@ -123,6 +130,15 @@ class Life(RuleBasedStateMachine):
     @rule()
     def time_out(self) -> None:
         self.perform(self.sequence.give_up())
+
+    @precondition(lambda self: self.answer)
+    @rule()
+    def break_off(self) -> None:
+        """An answer that stops, twice."""
+        self.answer_some()
+        for _ in range(2):
+            if self.asked is not None:
+                self.time_out()
 
     @precondition(lambda self: not self.wire and self.asked is None)
     @rule()
@@ -138,7 +154,7 @@ class Life(RuleBasedStateMachine):
     def perform(self, steps: list[Step]) -> None:
         for step in steps:
             if isinstance(step, Ask):
-                self.asked, self.answer = step.start, None
+                self.asked, self.answer, self.dead = step.start, None, False
             else:
                 self.queue.append(step)
         if not self.sequence.replaying:
@@ -193,7 +209,7 @@ class LifeWithIds(Life):
 
     @rule(first_seq=st.integers(0, 50), lost=st.lists(st.booleans(), max_size=4))
     def restart_anywhere(self, first_seq: int, lost: list[bool]) -> None:
-        self.publisher, self.answer = self.new_life(first_seq), None
+        self.replace(self.new_life(first_seq))
         for number, one in enumerate(lost):
             self.send(stored(number + 1), lost=one)
 
@@ -209,7 +225,7 @@ class BackwardLife(Life):
     @rule()
     def restart_from_0(self) -> None:
         if self.sequence.settled and self.publisher.next_seq > 1 and self.heard_last():
-            self.publisher, self.answer = self.new_life(0), None
+            self.replace(self.new_life(0))
             self.send(stored(1))
             self.receive(False)
 
@@ -237,4 +253,4 @@ TestSnapshotLife = SnapshotLife.TestCase
 TestBackwardLife = BackwardLife.TestCase
 TestVllmLife = VllmLife.TestCase
 for _case in (TestLife, TestLifeWithIds, TestSnapshotLife, TestBackwardLife, TestVllmLife):
-    _case.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+    _case.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -7,8 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvevents_service.core.sequence import Ask, Deliver, Gap, HoldLimits, Restart, Sequencer, Step
+from core.publishers import ModelPublisher
+from kvevents_service.core.sequence import Ask, Deliver, Gap, HoldLimits, Restart, Resync, Sequencer, Step
+from kvevents_service.wire.events import AllBlocksCleared, Event
 from kvevents_service.wire.frames import LiveFrame
+from kvevents_service.wire.peek import Snapshot
 
 
 def frame(seq: int, life: int = 0) -> LiveFrame:
@@ -155,6 +158,111 @@ class TestGap:
         live(sequence, 0, 1)
         sequence.give_up()
         assert brief(sequence.give_up()) == [Gap(0, 1), 1]
+
+
+def clearing(seq: int) -> LiveFrame:
+    """A batch that starts with a clear."""
+    return ModelPublisher(dp_rank=None).frame(seq, AllBlocksCleared())
+
+
+def said(seq: int, publisher: bytes, *events: Event) -> LiveFrame:
+    """A batch of a publisher that says who it is."""
+    return ModelPublisher(publisher_id=publisher * 16).frame(seq, *events)
+
+
+class TestClear:
+    def test_a_hole_before_it_is_no_loss(self) -> None:
+        sequence = steady(1)
+        assert brief(sequence.live(clearing(9))) == [Resync(2, 9), 9]
+        assert brief(live(sequence, 10)) == [10]
+
+    def test_a_reply_that_starts_with_one_is_no_gap(self) -> None:
+        sequence = started()
+        live(sequence, 5, 8)
+        assert brief(sequence.replayed(clearing(7)) + sequence.end()) == [Resync(0, 7), "r7", 8]
+
+    @pytest.mark.parametrize("first", [2, 4])
+    def test_a_snapshot_that_breaks_off_is_asked_for_whole(self, first: int) -> None:
+        sequence = steady(1)
+        live(sequence, 6)  # asks from 2
+        sequence.replayed(clearing(first))
+        assert sequence.give_up() == [Ask(0)]
+        assert brief(sequence.replayed(clearing(1))) == [Resync(first + 1, 1), "r1"]
+
+    def test_one_that_breaks_off_again_is_a_loss(self) -> None:
+        sequence = steady(1)
+        live(sequence, 3)
+        sequence.replayed(clearing(2))
+        sequence.give_up()
+        assert not sequence.distrusted
+        assert brief(sequence.give_up()) == [Gap(3, 3), 3]
+        assert sequence.distrusted
+
+
+class TestRefresh:
+    def test_after_a_loss_all_is_asked_for_once(self) -> None:
+        sequence = steady(1)
+        live(sequence, 5)
+        sequence.give_up()
+        sequence.give_up()
+        assert sequence.distrusted
+        assert sequence.refresh() == [Ask(0)]
+        assert live(sequence, 6) == []
+        assert brief(sequence.replayed(clearing(4))) == [Resync(6, 4), "r4"]
+        assert brief(replayed(sequence, 5) + sequence.end()) == ["r5", 6]
+        assert not sequence.distrusted
+
+    def test_a_publisher_that_has_it_not_is_asked_no_more(self) -> None:
+        sequence = steady(1)
+        live(sequence, 5)
+        sequence.give_up()
+        sequence.give_up()
+        sequence.refresh()
+        assert replayed(sequence, 4, 5) + sequence.end() == []
+        assert not sequence.distrusted
+
+    def test_a_reply_that_starts_late_is_no_reason(self) -> None:
+        sequence = started()
+        replayed(sequence, 7)
+        assert not sequence.distrusted
+
+    def test_not_while_a_replay_is_under_way_nor_without_one(self) -> None:
+        assert started().refresh() == Sequencer(replay=False).refresh() == []
+
+
+class TestSnapshot:
+    def test_the_numbers_go_on_behind_it(self) -> None:
+        sequence = started()
+        live(sequence, 6, 7, 8)
+        steps = sequence.snapshot(Snapshot(7, b"p" * 16, (b"x", b"y")))
+        assert brief(steps) == [Resync(0, 8), "r7", "r7", 8]
+        assert brief(live(sequence, 9)) == [9]
+
+    def test_a_hole_behind_it_is_asked_for(self) -> None:
+        sequence = started()
+        assert brief(sequence.snapshot(Snapshot(-1, b"p" * 16, ()))) == [Resync(0, 0)]
+        assert live(sequence, 2) == [Ask(0)]
+
+
+class TestPublisherId:
+    def test_another_one_is_a_restart_at_any_number(self) -> None:
+        sequence = Sequencer(replay=False)
+        sequence.live(said(1, b"a"))
+        assert brief(sequence.live(said(2, b"b"))) == [Restart(1, 2), Gap(0, 2), 2]
+
+    def test_what_the_old_one_sent_last_is_late(self) -> None:
+        sequence = Sequencer(replay=False)
+        for frame in (said(1, b"a"), said(2, b"b")):
+            sequence.live(frame)
+        assert sequence.live(said(3, b"a")) == []
+        assert sequence.duplicates == 1
+
+    def test_a_reply_tells_it_as_well(self) -> None:
+        sequence = started()
+        sequence.replayed(said(0, b"a"))
+        sequence.end()
+        sequence.live(said(2, b"a"))
+        assert brief(sequence.replayed(said(1, b"b"))) == [Gap(1, 2), 2, Restart(2, 1), Ask(0)]
 
 
 class TestRestart:

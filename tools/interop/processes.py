@@ -25,7 +25,7 @@ _given: set[int] = set()
 def free_port() -> int:
     """A port that nothing is bound to and that this process has not given out before.
 
-    Below the range from which the kernel takes ports for connections: it stays free while a sidecar is started again.
+    Below the kernel's range for connections: it stays free while a sidecar is started again.
     """
     for port in sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):

@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import zmq
-from kvevents_service.service.event_plane import bind_events
 from truth import NAME_BYTES, Held
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun
+from kvevents_service.service.event_plane import bind_events
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.testing import Chain
 from kvevents_service.wire.control import GroupSpec
