@@ -25,6 +25,8 @@ from kvevents_service.wire.shapes import shape_of
 LOCAL = "LOCAL"
 MAX_BATCH_TOKENS = 1 << 20
 """About 5 MB of payload."""
+EVENT_WEIGHT = 16
+"""What a block costs beside its tokens, if it is an event of its own: no dialect makes a batch too large."""
 
 
 def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announcement, ...]]:
@@ -43,12 +45,12 @@ def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announce
 
 
 def _weight(item: Announcement) -> int:
-    """Numbers that its event will hold."""
+    """Numbers that its events will hold at most, the maps around them included."""
     match item:
         case BlockStoreMeta():
-            return item.blocks * (item.block_size + 1)
+            return item.blocks * (item.block_size + EVENT_WEIGHT)
         case RemovedRun():
-            return len(item.block_hashes)
+            return len(item.block_hashes) * EVENT_WEIGHT
         case _:
             return 0
 
@@ -58,13 +60,13 @@ def _pieces(item: Announcement) -> Iterator[Announcement]:
     if _weight(item) <= MAX_BATCH_TOKENS:
         yield item
     elif isinstance(item, BlockStoreMeta):
-        step = max(1, MAX_BATCH_TOKENS // (item.block_size + 1))
+        step = max(1, MAX_BATCH_TOKENS // (item.block_size + EVENT_WEIGHT))
         for start in range(0, item.blocks, step):
             yield item.part(start, min(start + step, item.blocks))
     elif isinstance(item, RemovedRun):
-        for start in range(0, len(item.block_hashes), MAX_BATCH_TOKENS):
-            hashes = item.block_hashes[start : start + MAX_BATCH_TOKENS]
-            yield RemovedRun(item.group, item.medium, hashes, item.inner)
+        step = MAX_BATCH_TOKENS // EVENT_WEIGHT
+        for start in range(0, len(item.block_hashes), step):
+            yield RemovedRun(item.group, item.medium, item.block_hashes[start : start + step], item.inner)
 
 
 def encode(

@@ -7,7 +7,7 @@ source goes on.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from kvevents_service.core.metadata import BlockStoreMeta
@@ -32,20 +32,35 @@ class StateSource(Protocol):
 
 
 class PoolCut(NamedTuple):
-    """The columns of a pool: the slots of each group in the order they were indexed, and what is in a slot."""
+    """The columns of a pool: the slots of each group in the order they were indexed, and what is in a slot.
+
+    inner: likewise, the slots of each inner name. more: the inner names of blocks that are full.
+    """
 
     groups: list[list[int]]
+    inner: list[list[int]]
+    more: dict[int, list[BlockStoreMeta]]
     state: bytes
     metas: list[BlockStoreMeta | None]
     positions: array[int]
 
     def sizes(self) -> list[tuple[int, int]]:
-        first = [(len(slots), self.metas[slots[0]]) for slots in self.groups if slots]
+        first = [(len(slots), self.metas[slots[0]]) for slots in (*self.groups, *self.inner) if slots]
         return [(blocks, meta.group.block_size) for blocks, meta in first if meta is not None]
 
     def runs(self) -> Iterator[BlockStoreMeta]:
-        for slots in self.groups:
+        for slots, inner in zip(self.groups, self.inner, strict=True):
             yield from self._runs_of(slots)
+            yield from self._names_of(dict.fromkeys(inner))
+
+    def _names_of(self, slots: Iterable[int]) -> Iterator[BlockStoreMeta]:
+        """What ends inside a block: behind all whole blocks, which are its parents."""
+        for slot in slots:
+            meta = self.metas[slot]
+            if self.state[slot] == READY and meta is not None:
+                if meta.inner:
+                    yield meta
+                yield from self.more.get(slot, ())
 
     def _runs_of(self, slots: list[int]) -> Iterator[BlockStoreMeta]:
         """Neighbours of one snapshot become one run. A child is always indexed after its parent."""

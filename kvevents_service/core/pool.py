@@ -62,7 +62,7 @@ class BlockPool(SlotTable):
         super().__init__(capacity)
         self.index: list[dict[bytes, int]] = [{} for _ in range(groups)]
         self.inner: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        self._more_names: dict[int, list[bytes]] = {}
+        self._more_names: dict[int, list[BlockStoreMeta]] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._queue = EvictionQueue(capacity)
 
@@ -135,13 +135,13 @@ class BlockPool(SlotTable):
             self._offer_if_evictable(parent)
         return Allocation(slots, evicted)
 
-    def add_name(self, slot: int, block_hash: bytes) -> bool:
+    def add_name(self, slot: int, meta: BlockStoreMeta) -> bool:
         """A prefix ends inside this block. False if another block has the name: it stays that block's."""
-        names = self.inner[self._group[slot]]
+        names, block_hash = self.inner[self._group[slot]], meta.block_hashes
         if block_hash in names:
             return False
         names[block_hash] = slot
-        self._more_names.setdefault(slot, []).append(block_hash)
+        self._more_names.setdefault(slot, []).append(meta)
         return True
 
     def _take_free(self, count: int) -> list[int]:
@@ -263,7 +263,7 @@ class BlockPool(SlotTable):
         return [*self._unname_inner(group, slots), *evicted] if self._more_names else evicted
 
     def _unname_inner(self, group: int, slots: list[int]) -> list[Evicted]:
-        gone = [name for slot in slots for name in self._more_names.pop(slot, ())]
+        gone = [meta.block_hashes for slot in slots for meta in self._more_names.pop(slot, ())]
         for name in gone:
             del self.inner[group][name]
         return [Evicted(group, name, True) for name in gone]
@@ -294,7 +294,9 @@ class BlockPool(SlotTable):
     def cut(self) -> PoolCut:
         """What can be loaded now, frozen: copies of columns, no loop over blocks."""
         groups = [list(index.values()) for index in self.index]
-        return PoolCut(groups, bytes(self._state), self._meta[:], self._position[:])
+        inner = [list(index.values()) for index in self.inner]
+        more = self._more_names.copy()
+        return PoolCut(groups, inner, more, bytes(self._state), self._meta[:], self._position[:])
 
     def ready_hashes(self, group: int) -> list[bytes]:
         """Hashes of every loadable block of a group, parents before children."""
@@ -332,7 +334,7 @@ class BlockPool(SlotTable):
         assert indexed == (state in (PENDING, READY))
         group, name = self._group[slot], self._hash[slot] or b""
         assert not indexed or slot in (self.slot_of(group, name), self.inner_slot(group, name))
-        assert all(self.inner[group][more] == slot for more in self._more_names.get(slot, ()))
+        assert all(self.inner[group][more.block_hashes] == slot for more in self._more_names.get(slot, ()))
         assert indexed or slot not in self._more_names
         assert parent == NO_SLOT or self._state[parent] != FREE
         assert state != READY or parent == NO_SLOT or self._state[parent] == READY, "prefix closure"

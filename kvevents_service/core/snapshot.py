@@ -6,17 +6,15 @@ It is rendered piece by piece, so that lookups come in between, and read while i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
+from kvevents_service.core.announce import EVENT_WEIGHT
 from kvevents_service.core.cut import Cut
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared
 from kvevents_service.errors import WireError
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES
 from kvevents_service.wire.splice import spliced
-
-EVENT_WEIGHT: Final = 16
-"""What a block costs beside its tokens, if it is an event of its own."""
 
 
 class PartLimits(NamedTuple):

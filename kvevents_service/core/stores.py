@@ -180,7 +180,7 @@ class Stores:
     def _add_names(self, slots: list[int], names: list[tuple[int, BlockStoreMeta]]) -> tuple[BlockStoreMeta, ...]:
         """Inner names of the blocks that got slots; returns those that no other block has."""
         own = [(slots[place], meta) for place, meta in names if 0 <= place < len(slots)]
-        return tuple(meta for slot, meta in own if self.tier.pool.add_name(slot, meta.block_hashes))
+        return tuple(meta for slot, meta in own if self.tier.pool.add_name(slot, meta))
 
     def _decline(self, tally: StepTally, reason: str, blocks: int) -> None:
         tally.declined += blocks

@@ -11,6 +11,7 @@ import fcntl
 import os
 import stat
 from pathlib import Path
+from threading import Lock
 
 from kvevents_service.errors import ConfigError
 
@@ -24,10 +25,11 @@ _NO_LINKS = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class SequenceStore:
-    """Reserves numbers in `directory`. `first_seq` is the first one this process may use."""
+    """Reserves numbers in `directory`. `first_seq` is the first one this process may use. Thread safe."""
 
     def __init__(self, directory: Path) -> None:
         self._file = directory / FILE_NAME
+        self._writing = Lock()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_ours(directory.stat(), directory)
@@ -46,9 +48,10 @@ class SequenceStore:
 
     def cover(self, seq: int) -> None:
         """Make sure `seq` is reserved before it is sent. Writes the file once in RESERVE numbers."""
-        if seq >= self.reserved:
-            self._write(seq + RESERVE)
-            self.reserved = seq + RESERVE
+        with self._writing:
+            if seq >= self.reserved:
+                self._write(seq + RESERVE)
+                self.reserved = seq + RESERVE
 
     def runs_out(self, seq: int) -> bool:
         """Less than half a reservation is left: time to `cover` the first number that is not reserved."""
@@ -57,7 +60,8 @@ class SequenceStore:
     def close(self, next_seq: int) -> None:
         """A clean end: the next process goes on at exactly `next_seq`. OSError if that cannot be written."""
         try:
-            self._write(next_seq)
+            with self._writing:
+                self._write(next_seq)
         finally:
             os.close(self._lock)
 

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.prompts import FULL
-from kvevents_service.core.announce import MAX_BATCH_TOKENS, encode, encoding_key, in_batches, to_event
+from kvevents_service.core.announce import (
+    EVENT_WEIGHT,
+    MAX_BATCH_TOKENS,
+    encode,
+    encoding_key,
+    in_batches,
+    to_event,
+)
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun, snapshot
 from kvevents_service.core.residency import Residency, key64
 from kvevents_service.errors import WireError
@@ -255,6 +262,6 @@ def test_batches_are_split_before_any_dialect_is_known() -> None:
 
 
 def test_parts_of_a_large_removal_of_inner_hashes_are_of_inner_hashes() -> None:
-    names = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS + 1))
+    names = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS // EVENT_WEIGHT + 1))
     batches = list(in_batches((RemovedRun(MAIN, "GPU", names, inner=True),)))
     assert [told(DIALECTS["dynamo"], *batch) for batch in batches] == [[], []]

@@ -8,6 +8,7 @@ from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.core.pool import BlockPool
 from kvevents_service.testing import Chain, make_chain
 from kvevents_service.wire.control import GroupSpec
+from kvevents_service.wire.packing import pack_int32
 
 CHAIN = make_chain(range(20), 2)
 
@@ -60,6 +61,32 @@ def test_a_window_that_lost_its_middle_is_two_runs() -> None:
     other = make_chain(range(90, 92), 2)
     pool.commit(pool.allocate(snapshot(other.offer([0]), group, "CPU", 32), list(other.hashes), None).slots)
     assert list(pool.cut().runs())[:2] == [meta.part(0, 1), meta.part(2, 3)]
+
+
+def test_names_inside_a_block_come_behind_it_and_leave_with_it() -> None:
+    group = GroupSpec(0, "full_attention", 4)
+    chain, units = make_chain(range(12), 4), make_chain(range(12), 2)
+    offer = chain.part(0, 2).offer(range(2))
+    block = snapshot(offer, group, "CPU", 32)
+    inside = inner_meta(group, units, 0)
+    tail = inner_meta(group, units, 4, chain.hashes[1])
+    pool = BlockPool(4, 1)
+    slots = pool.allocate(block, list(chain.hashes[:2]), None).slots
+    assert pool.add_name(slots[0], inside)
+    pending = pool.cut()
+    pool.commit(slots)
+    tail_slots = pool.allocate(tail, [tail.block_hashes], slots[1]).slots
+    pool.commit(tail_slots)
+    cut = pool.cut()
+    assert sum(blocks for blocks, _ in cut.sizes()) >= 4
+    pool.clear()
+    assert (list(pending.runs()), list(pool.cut().runs())) == ([], [])
+    assert list(cut.runs()) == [block, inside, tail]
+
+
+def inner_meta(group: GroupSpec, units: Chain, place: int, parent: bytes | None = None) -> BlockStoreMeta:
+    tokens = pack_int32(units.token_ids[2 * place : 2 * place + 2])
+    return BlockStoreMeta(group, "CPU", 32, units.hashes[place], tokens, parent, None, None, None, inner=True)
 
 
 def test_later_changes_do_not_reach_a_cut() -> None:

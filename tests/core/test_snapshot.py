@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.prompts import FULL
+from kvevents_service.core.announce import EVENT_WEIGHT
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import BlockStoreMeta, Cleared, snapshot
 from kvevents_service.core.residency import Residency
-from kvevents_service.core.snapshot import EVENT_WEIGHT, PartLimits, Snapshot, block_weight, most_parts, parts_of
+from kvevents_service.core.snapshot import PartLimits, Snapshot, block_weight, most_parts, parts_of
 from kvevents_service.errors import WireError
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch

@@ -1,6 +1,7 @@
 """Event numbers never go back, whatever ends the process (I5)."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,12 @@ def test_what_all_may_write_or_another_owns_is_refused(tmp_path: Path, name: str
         os.chown(tmp_path / name, 12345, -1)
         with pytest.raises(ConfigError, match="to belong to user 0"):
             SequenceStore(tmp_path)
+
+
+def test_two_threads_may_reserve_at_once(tmp_path: Path) -> None:
+    """The coroutine writes ahead off the loop while a drain sends on it."""
+    store = SequenceStore(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(store.cover, range(0, 60 * RESERVE, RESERVE)))
+    crash(store)
+    assert SequenceStore(tmp_path).first_seq > 59 * RESERVE

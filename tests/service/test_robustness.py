@@ -6,14 +6,18 @@ import resource
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvevents_service.core.announce import MAX_BATCH_TOKENS, in_batches
+from kvevents_service.core.announce import EVENT_WEIGHT, MAX_BATCH_TOKENS, in_batches
+from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import BlockStoreMeta, Cleared, RemovedRun
 from kvevents_service.errors import ControlError
 from kvevents_service.testing import make_chain
 from kvevents_service.transfer.memory import attach
+from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES
 from kvevents_service.wire.control import Error, GroupSpec, Memory, Region, Step
+from kvevents_service.wire.dialects import DIALECTS
 from kvevents_service.wire.framing import encode_message, peek_id
 
 CHAIN = make_chain(range(16), 4)
@@ -98,7 +102,7 @@ def test_nothing_to_say_is_no_batch() -> None:
 
 
 def test_a_large_store_is_split_into_parts_that_chain() -> None:
-    whole = meta(MAX_BATCH_TOKENS // 4)
+    whole = meta(MAX_BATCH_TOKENS // 16)
     parts = [piece for batch in in_batches((whole,)) for piece in batch]
     assert len(parts) == 2
     assert b"".join(part.block_hashes for part in parts) == whole.block_hashes
@@ -111,9 +115,22 @@ def test_a_block_larger_than_a_batch_goes_alone() -> None:
 
 
 def test_a_large_removal_is_split_in_order() -> None:
-    hashes = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS + 1))
+    most = MAX_BATCH_TOKENS // EVENT_WEIGHT
+    hashes = tuple(number.to_bytes(8, "big") for number in range(most + 1))
     batches = list(in_batches((RemovedRun(GROUP, "CPU", hashes),)))
-    assert [len(run.block_hashes) for (run,) in batches] == [MAX_BATCH_TOKENS, 1]
+    assert [len(run.block_hashes) for (run,) in batches] == [most, 1]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_batch_of_small_blocks_is_too_large_in_any_dialect(dialect: str) -> None:
+    """A frame of the engine plane full of the smallest blocks there are, each an event."""
+    one = meta(1, block_size=1)
+    gpu = msgspec.structs.replace(one, medium="GPU")
+    hashes = (b"\xff" * 32,) * 100_000
+    said = ([gpu] * 100_000, [RemovedRun(one.group, "GPU", hashes)])
+    for announcements in said:
+        for batch in in_batches(announcements):
+            assert len(Encoding(dialect).encode(batch, 1.0)) < MAX_PAYLOAD_BYTES / 3
 
 
 async def test_closing_a_worker_fails_what_it_had_queued() -> None:
