@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench oracle schema clean setup
+.PHONY: demo test check bench oracle interop schema clean setup
 
 setup: $(STAMP)
 
@@ -30,6 +30,12 @@ bench: $(STAMP)
 # ORACLE=DIR make oracle: DIR is a virtual environment with vLLM 0.33's Python parts (see tools/oracle.py).
 oracle: $(STAMP)
 	@$(BIN)/python tools/oracle.py "$(ORACLE)"
+
+# INTEROP=DIR make interop: DIR keeps the real routers' virtual environments (0.4 GB from package registries).
+INTEROP ?= .interop
+interop: $(STAMP)
+	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
+	@$(BIN)/python tools/interop "$(INTEROP)"
 
 schema: $(STAMP)
 	@$(BIN)/python tools/make_schema.py
