@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvevents_service.core.groups import WINDOW_KINDS
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
 from kvevents_service.wire.codec import encode_own
 from kvevents_service.wire.dialects import VLLM, Dialect, Groups
@@ -141,7 +142,7 @@ def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str) -> tuple
         plain_extra_keys(meta.extra_keys) if dialect.plain_extra_keys else meta.extra_keys,
         group.index,
         group.kind,
-        group.sliding_window,
+        group.sliding_window if group.kind in WINDOW_KINDS else None,  # a chunk is no window
         LOCAL,
     )
 

@@ -247,7 +247,8 @@ class World:
         inner = event.block_size != spec.block_size
         assert event.block_size == (UNIT if inner else spec.block_size)
         assert (event.medium, event.locality) == (MEDIUM, "LOCAL")
-        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (spec.kind, spec.sliding_window)
+        window = None if spec.kind == "chunked_local_attention" else spec.sliding_window
+        assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (spec.kind, window)
         assert spec.cacheable
         assert event.block_hashes
         assert len(event.token_ids) == len(event.block_hashes) * event.block_size

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from oracle.fold import Block, Fold, Key
 from oracle.models import CHUNK, PREFIX, STATE, model_of
 from oracle.script import Answer, Op, Script
-from oracle.truth import Requests, chunk_said, empty, key_of
+from oracle.truth import Requests, empty, key_of
 
 ARGUED_OF_VLLM = {
     "stored_twice": "stored_twice",
@@ -28,7 +28,6 @@ TIER_FULL = {"declined_no_room", "declined_parent_absent"}
 KINDS = (
     "many_hashes_an_event",
     "cleared_by_removals",
-    "chunk_as_window",
     "state_metadata",
     "lazy_metadata",
     "tail_metadata",
@@ -308,9 +307,6 @@ class Comparison:
             self.argue(kind, block.key)
 
     def _said_by_us(self, block: Block, truth: Block) -> str | None:
-        said = chunk_said(truth, self.model)
-        if said.window != truth.window and (block == said or self.requests.renumbered(block, said)):
-            return "chunk_as_window"
         return "renumbered_adapter" if self.requests.renumbered(block, truth) else None
 
     def _said_by_vllm(self, block: Block, truth: Block) -> str | None:

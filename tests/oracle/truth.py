@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from oracle.fold import Block, Key
 from oracle.known import Known
-from oracle.models import CHUNK, PREFIX, WINDOW, Group, Model, units_inside
+from oracle.models import PREFIX, WINDOW, Group, Model, units_inside
 from oracle.script import Answer, Op
 
 MEDIUM = "CPU"
@@ -114,9 +114,3 @@ class Requests:
 def empty(block: Block) -> Block:
     """The block as vLLM announces it where it has no snapshot: place, kind, size and window, and nothing else."""
     return block._replace(tokens=(), parent=None, lora_id=None, lora_name=None, extra_keys=None)
-
-
-def chunk_said(block: Block, model: Model) -> Block:
-    """The block as we announce it: the size of a chunk where vLLM says no window."""
-    group = model.groups[block.key.group]
-    return block._replace(window=group.window) if group.kind == CHUNK else block
