@@ -20,8 +20,8 @@ from kvevents_service.wire.control import GroupSpec
 Find = Callable[[int, bytes], int | None]
 """The engine's prefix cache: group index and block hash to the block that holds it now.
 
-Only a block whose bytes are there: an engine that names blocks before they are computed, as vLLM does, must leave out
-those that a running step is to write.
+Only a block whose bytes are there: an engine that names blocks before they are computed, as vLLM does, must leave
+out those that a running step is to write.
 """
 
 
