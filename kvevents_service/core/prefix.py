@@ -135,10 +135,15 @@ class _Scan:
 def loadable(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int, tokens: int) -> int | None:
     """The slot of a logical block, if its bytes up to `tokens` can be loaded now."""
     end = (block + 1) * group.block_size
-    whole = end <= tokens or (group.kind in PREFIX_KINDS and end <= query.end_tokens)
-    slot = pool.slot_of(group.index, query.hash_at(end)) if whole else None
-    if slot is None and end > tokens:
-        slot = pool.inner_slot(group.index, query.hash_at(tokens))
+    if end <= tokens:
+        return _ready(pool, pool.slot_of(group.index, query.hash_at(end)))
+    whole = None
+    if group.kind in PREFIX_KINDS and end <= query.end_tokens:
+        whole = _ready(pool, pool.slot_of(group.index, query.hash_at(end)))
+    return _ready(pool, pool.inner_slot(group.index, query.hash_at(tokens))) if whole is None else whole
+
+
+def _ready(pool: BlockPool, slot: int | None) -> int | None:
     return slot if slot is not None and pool.state_of(slot) == READY else None
 
 

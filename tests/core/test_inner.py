@@ -79,6 +79,16 @@ def test_a_fine_lookup_ends_at_a_tail_or_an_inner_name_or_in_a_whole_block() -> 
     assert fine(copies, 8).blocks == 8
 
 
+def test_a_tail_serves_while_its_whole_block_is_still_copied() -> None:
+    copies = HeldCopies(open_tier(WIDE))
+    step(copies, named(WIDE, 6))
+    copies.complete()
+    step(copies, named(WIDE, 8), step_id=2)
+    assert fine(copies, 8).blocks == 6
+    copies.complete()
+    assert fine(copies, 8).blocks == 8
+
+
 def test_part_of_a_whole_block_is_loaded_where_another_group_has_less() -> None:
     copies = InstantCopies(open_tier(STATE))
     step(copies, named(STATE, 8, tail=False), tail_offer(PROMPT[:6], 91, STATE[1]))
