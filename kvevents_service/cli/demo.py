@@ -30,7 +30,10 @@ LEAST_BLOCKS = 7900
 HOST_BYTES = 256 * 1024 * 1024
 
 
-@click.command(epilog="Exit codes: 0 everything was right, 1 something was off, 2 bad usage, 130 interrupted.")
+@click.command(
+    short_help="See the whole path work.",
+    epilog="Exit codes: 0 everything was right, 1 something was off, 2 bad usage, 130 interrupted.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print only the summary, as one JSON object.")
 @click.option("--model", default="full", show_default=True, type=click.Choice(["full", "hybrid"]), help=MODEL_HELP)
 @click.option(

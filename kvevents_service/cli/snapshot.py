@@ -33,7 +33,10 @@ class Snapshot(NamedTuple):
     batches: list[EventBatch]
 
 
-@click.command(epilog="Exit codes: 0 a snapshot came, 1 there is none now, 2 bad usage, 130 interrupted.")
+@click.command(
+    short_help="Show what is resident now.",
+    epilog="Exit codes: 0 a snapshot came, 1 there is none now, 2 bad usage, 130 interrupted.",
+)
 @click.argument("endpoint")
 @click.option("--json", "as_json", is_flag=True, help="One event a line, as `kvevents tail --json`.")
 @click.option("--tokens", is_flag=True, help="With --json: show token ids, they are the users' prompts.")

@@ -100,7 +100,10 @@ def in_order(decoded: Batch | Decoded) -> Iterator[Event | Skipped]:
         yield skipped[index] if index in skipped else next(events)
 
 
-@click.command(epilog="Exit codes: 0 fine, 1 no message or an invalid line, 2 bad usage, 130 interrupted.")
+@click.command(
+    short_help="Watch an event stream.",
+    epilog="Exit codes: 0 fine, 1 no message or an invalid line, 2 bad usage, 130 interrupted.",
+)
 @click.argument("endpoint", required=False)
 @click.option("--replay", metavar="E", help="Replay endpoint: show the history first, and fill holes.")
 @click.option("--topic", metavar="T", default="", help="Only messages of exactly this topic. [default: all]")
