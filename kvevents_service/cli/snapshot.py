@@ -61,7 +61,7 @@ def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
         chat(f"kvevents snapshot: {error}")
         return EXIT_USAGE
     except (TimeoutError, WireError) as error:
-        chat(f"kvevents snapshot: {str(error) or f'no answer from {endpoint} in {wait:g} s'}")
+        chat(f"kvevents snapshot: {str(error) or silence(endpoint, wait)}")
         return EXIT_FAILED
     if reply.seq < SNAPSHOT_EMPTY:
         chat("kvevents snapshot: unavailable now, ask again")
@@ -72,6 +72,13 @@ def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
     except BrokenPipeError:
         discard_stdout()
     return EXIT_OK
+
+
+def silence(endpoint: str, wait_s: float) -> str:
+    """What to look at when nothing came."""
+    return (
+        f"no answer from {endpoint} in {wait_s:g} s: does `serve` run there, with this as its --snapshot endpoint?"
+    )
 
 
 def ask(endpoint: str, wait_s: float) -> SnapshotReply:
