@@ -76,9 +76,7 @@ def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
 
 def silence(endpoint: str, wait_s: float) -> str:
     """What to look at when nothing came."""
-    return (
-        f"no answer from {endpoint} in {wait_s:g} s: does `serve` run there, with this as its --snapshot endpoint?"
-    )
+    return f"no answer from {endpoint} in {wait_s:g} s: is this the --snapshot endpoint of a `serve` that runs?"
 
 
 def ask(endpoint: str, wait_s: float) -> SnapshotReply:
