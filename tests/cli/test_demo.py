@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,3 +184,13 @@ def test_other_models_caches_and_ways_to_offload_end_true(options: list[str]) ->
     assert summary["hit_tokens"] > 0
     assert summary["bytes_verified"] > 0
     assert bool(summary["preemptions"]) or "--engine-blocks" not in options
+
+
+def test_demos_that_start_at_once_take_other_ports() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    demos = [Demo("--requests", "3", "--pub", endpoint) for _ in range(2)]
+    for summary in [demo.summary() for demo in demos]:
+        assert_true(summary)
+        assert summary["sidecar_restarts"] == 0
