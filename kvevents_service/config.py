@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from kvevents_service.topics import filled_in
 from kvevents_service.wire.dialects import DIALECTS
 
 DEFAULT_HOST_BYTES = 1 << 30
+LOG_LEVELS = ("debug", "info", "warning", "error")
 SCHEMES = ("tcp://", "ipc://")
+_SNAPSHOT_DIALECTS = " or ".join(name for name, dialect in DIALECTS.items() if dialect.publisher_id)
 
 
 def default_engine_socket() -> str:
@@ -49,7 +52,7 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
         _expect(self.dp_rank >= 0, "dp_rank", "0 or a positive whole number")
         takes_id = self.snapshot is None or DIALECTS[self.dialect].publisher_id
-        _expect(takes_id, "snapshot", "a dialect whose readers take a publisher id, as vllm")
+        _expect(takes_id, "snapshot", f"dialect {_SNAPSHOT_DIALECTS}, not {self.dialect}, or no snapshot endpoint")
 
     def endpoints(self) -> dict[str, str]:
         """What is bound, by the name of its setting."""
@@ -88,6 +91,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retained_bytes: int = 256 * 1024 * 1024
     send_high_water_mark: int = 2_000
     stop_s: float = 10.0
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         self._check_tier()
@@ -95,11 +99,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _expect(getattr(self, setting) > 0, setting, "a positive whole number")
         _expect(0 <= self.heartbeat_s <= 3600, "heartbeat_s", "seconds up to 3600; 0 is off")
         _expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
+        _expect(self.log_level in LOG_LEVELS, "log_level", f"one of {', '.join(LOG_LEVELS)}")
         _expect("\0" not in self.engine_socket and self.engine_socket != "", "engine_socket", "a path")
         _expect(len(os.fsencode(self.engine_socket)) < 108, "engine_socket", "a path of at most 107 bytes")
-        for output in self.event_outputs:
-            for setting, endpoint in output.endpoints().items():
-                self._check_endpoint(setting, endpoint)
+        for name, endpoint in self._named_endpoints():
+            self._check_endpoint(name, endpoint)
         self._check_overlaps()
 
     @property
@@ -113,12 +117,16 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_overlaps(self) -> None:
         taken: list[tuple[str, str]] = []
+        for name, endpoint in self._named_endpoints():
+            for other, bound in taken:
+                _expect(not overlap(endpoint, bound), name, f"an endpoint other than {other}'s {bound}")
+            taken.append((name, endpoint))
+
+    def _named_endpoints(self) -> Iterator[tuple[str, str]]:
+        """What is bound, by the name of its setting in the file."""
         for number, output in enumerate(self.event_outputs):
             for setting, endpoint in output.endpoints().items():
-                name = f"outputs[{number}].{setting}" if self.outputs else setting
-                for other, bound in taken:
-                    _expect(not overlap(endpoint, bound), name, f"an endpoint other than {other}'s {bound}")
-                taken.append((name, endpoint))
+                yield f"outputs[{number}].{setting}" if self.outputs else setting, endpoint
 
     def _check_tier(self) -> None:
         disk, alone = self.disk_path is not None, "beside a disk tier: one tier at a time for now"
@@ -161,12 +169,24 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     settings |= {key: value for key, value in overrides.items() if value is not None}
     both = [key for key in OutputConfig.__struct_fields__ if key in settings and "outputs" in settings]
     _expect(not both, ", ".join(both), "to stand in each of [[outputs]], or there to be no [[outputs]]")
+    _check_outputs(settings.get("outputs"))
     try:
         return msgspec.convert(settings, ServeConfig)
     except msgspec.ValidationError as error:
-        named = re.search(r"at `\$\.(\w+)`", str(error))
+        named = re.search(r"at `\$\.([\w.\[\]]+)`", str(error))
         setting = named[1] if named else str(path or "flags")
         raise ConfigError(setting, f"a known setting of the right type ({error})") from error
+
+
+def _check_outputs(tables: Any) -> None:
+    """Say which table a bad value is in. What is of a wrong type or unknown is left to the whole conversion."""
+    for number, table in enumerate(tables if isinstance(tables, list) else ()):
+        try:
+            msgspec.convert(table, OutputConfig)
+        except msgspec.ValidationError:
+            continue
+        except ConfigError as error:
+            raise ConfigError(f"outputs[{number}].{error.setting}", error.expected) from None
 
 
 def _read(path: Path) -> dict[str, Any]:

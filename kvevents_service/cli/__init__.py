@@ -18,14 +18,7 @@ EXIT_INTERRUPTED = 130
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="kvevents-service")
 def kvevents() -> None:
-    """A KV-cache offload sidecar and its event stream.
-
-    \b
-    kvevents serve                          run the sidecar
-    kvevents tail tcp://127.0.0.1:5557      watch an event stream
-    kvevents demo                           see the whole path work, without a GPU
-    kvevents dialects                       list the ways the stream can be written
-    """
+    """A KV-cache offload sidecar and its event stream. See it work: `kvevents demo`."""
 
 
 kvevents.add_command(serve)

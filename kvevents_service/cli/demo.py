@@ -14,11 +14,9 @@ import click
 import msgspec
 
 from kvevents_service.cli.demo_run import DemoRun, DemoSettings, Summary
-from kvevents_service.cli.render import HumanLines, Look
-from kvevents_service.cli.tail import Filter, Printer
-from kvevents_service.cli.terminal import chat, wants_color, write
+from kvevents_service.cli.demo_view import make_view
+from kvevents_service.cli.terminal import chat, discard_stdout, write
 from kvevents_service.errors import ConfigError, SidecarGone
-from kvevents_service.subscriber import Item
 
 EXIT_OFF = 1
 TRACE = "conversation-200.jsonl"
@@ -30,8 +28,12 @@ LEAST_BLOCKS = 7900
 HOST_BYTES = 256 * 1024 * 1024
 
 
-@click.command(epilog="Exit codes: 0 everything was right, 1 something was off, 2 bad usage, 130 interrupted.")
+@click.command(
+    short_help="See the whole path work.",
+    epilog="Exit codes: 0 everything was right, 1 something was off, 2 bad usage, 130 interrupted.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print only the summary, as one JSON object.")
+@click.option("--events", is_flag=True, help="Print every event as `kvevents tail` does: thousands of lines.")
 @click.option("--model", default="full", show_default=True, type=click.Choice(["full", "hybrid"]), help=MODEL_HELP)
 @click.option(
     "--offload", default="eager", show_default=True, type=click.Choice(["eager", "lazy"]), help=OFFLOAD_HELP
@@ -48,7 +50,7 @@ HOST_BYTES = 256 * 1024 * 1024
 )
 @click.option("--replay", default="tcp://127.0.0.1:5558", show_default=True, help="Replay endpoint, likewise.")
 @click.option("--color", default="auto", type=click.Choice(["auto", "always", "never"]), show_default=True)
-def demo(as_json: bool, color: str, **options: Any) -> int:
+def demo(as_json: bool, events: bool, color: str, **options: Any) -> int:
     """Run a sidecar and a reference engine on a slice of production traffic, and watch the event stream.
 
     The engine verifies every byte it gets back; the end compares the fold of the stream with the resident set.
@@ -56,12 +58,16 @@ def demo(as_json: bool, color: str, **options: Any) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="kvevents-demo-") as directory, as_file(_trace()) as trace:
         settings = DemoSettings(trace, Path(directory), **options)
-        printer = Printer(HumanLines(Look(color=wants_color(color))), Filter(), None, write)
+        view = make_view(color, as_json, events)
         try:
-            summary = asyncio.run(_run(DemoRun(settings, _ignore if as_json else printer.item, chat)))
+            summary = asyncio.run(_run(DemoRun(settings, view.show, view.say)))
         except (ConfigError, SidecarGone, TimeoutError) as error:
             chat(f"kvevents demo: {error or 'the stream did not catch up'}")
             return EXIT_OFF
+        except BrokenPipeError:
+            discard_stdout()
+            return 0
+    view.end()
     write(msgspec.json.encode(summary).decode() if as_json else table(summary))
     faults = summary.faults(settings.requests)
     for fault in faults:
@@ -83,10 +89,6 @@ async def _run(run: DemoRun) -> Summary:
 
 def _trace() -> Traversable:
     return files("kvevents_service") / "data" / TRACE
-
-
-def _ignore(item: Item) -> None:
-    """With --json the stream is folded, not shown."""
 
 
 def table(summary: Summary) -> str:

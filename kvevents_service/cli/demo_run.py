@@ -132,7 +132,7 @@ class DemoRun:
 
     async def run(self) -> Summary:
         """Serve the whole trace, compare, stop. Raises SidecarGone if a process cannot be kept alive."""
-        self._pub, self._replay = free_endpoint(self._pub, self.say), free_endpoint(self._replay, self.say)
+        self._choose_endpoints()
         try:
             async with asyncio.TaskGroup() as tasks:
                 sidecar = tasks.create_task(self._keep_sidecar())
@@ -150,8 +150,8 @@ class DemoRun:
     # the sidecar
 
     async def _keep_sidecar(self) -> None:
-        for life in range(MAX_RESTARTS + 1):
-            self.summary.sidecar_restarts = life
+        for _ in range(MAX_RESTARTS + 1):
+            self.summary.sidecar_restarts += self._ready.is_set()
             async with child("sidecar", self._serve_arguments()) as sidecar:
                 ready = await sidecar.line(START_S)
                 if ready:
@@ -159,9 +159,17 @@ class DemoRun:
                     self._ready.set()
                 code = await sidecar.process.wait()
                 if not ready and code == EXIT_CONFIG:
+                    if not self._ready.is_set() and self._choose_endpoints():
+                        continue  # somebody took a port between our look and the sidecar's
                     raise SidecarGone("the sidecar cannot start with these settings")
                 self.say(f"sidecar: pid {sidecar.process.pid} ended with {code}; starting it again")
         raise SidecarGone(f"the sidecar ended {MAX_RESTARTS + 1} times")
+
+    def _choose_endpoints(self) -> bool:
+        """Take free ports in place of those that are taken; True if one was."""
+        before = self._pub, self._replay
+        self._pub, self._replay = free_endpoint(self._pub, self.say), free_endpoint(self._replay, self.say)
+        return (self._pub, self._replay) != before
 
     def _serve_arguments(self) -> list[str]:
         settings = {

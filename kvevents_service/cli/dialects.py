@@ -13,7 +13,7 @@ from kvevents_service.wire.dialects import DIALECTS, Dialect, Groups, Layout
 COLUMNS = ("dialect", "events", "hash", "media", "groups", "extra keys", "for")
 
 
-@click.command()
+@click.command(short_help="List the ways the stream can be written.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, with every word of a declaration.")
 def dialects(as_json: bool) -> int:
     """List the dialects an output can speak.

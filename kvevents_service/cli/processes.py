@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from kvevents_service.errors import SidecarGone
 STOP_S = 10.0
 START_S = 30.0
 MAX_LINE_BYTES = 1 << 20
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)
 
 
 class Child:
@@ -62,9 +65,15 @@ async def child(name: str, arguments: Sequence[str]) -> AsyncIterator[Child]:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         limit=MAX_LINE_BYTES,
+        preexec_fn=_end_with_the_parent,
     )
     started = Child(name, process)
     try:
         yield started
     finally:
         await started.stop()
+
+
+def _end_with_the_parent() -> None:
+    """In the child, before it is a program: SIGTERM when the demo is gone, kill -9 included (man 2 prctl)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

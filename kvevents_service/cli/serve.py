@@ -13,15 +13,19 @@ from typing import Any
 import click
 import msgspec
 
-from kvevents_service.config import ServeConfig, load_config
+from kvevents_service.config import LOG_LEVELS, ServeConfig, load_config
 from kvevents_service.errors import ConfigError
 
 EXIT_CONFIG = 2
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLD = 50_000
 """Blocks make no garbage cycles; a rarer collector keeps its pauses out of lookups."""
 
 
-@click.command(epilog="Exit codes: 0 drained, 1 failed, 2 bad settings, 3 stopped before it was drained.")
+@click.command(
+    short_help="Run the sidecar.",
+    epilog="Exit codes: 0 drained, 1 failed, 2 bad settings, 3 stopped before it was drained.",
+)
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with the settings below.")
 @click.option(
     "--engine-socket", metavar="PATH", help="Unix domain socket for engines. [default: see the ready line]"
@@ -31,7 +35,7 @@ GC_THRESHOLD = 50_000
 @click.option("--disk-bytes", type=int, metavar="N", help="Size of the disk tier in bytes.")
 @click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
 @click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")
-@click.option("--snapshot", metavar="E", help="Snapshot endpoint. [default: none]")
+@click.option("--snapshot", metavar="E", help="Snapshot endpoint, with dialect vllm. [default: none]")
 @click.option("--dialect", metavar="NAME", help="What the readers of --pub take. [default: vllm]")
 @click.option("--topic", metavar="T", help="Topic of every message, as kv@{pod}@{model}. [default: empty]")
 @click.option("--dp-rank", type=int, metavar="N", help="Data parallel rank in every batch. [default: 0]")
@@ -39,21 +43,18 @@ GC_THRESHOLD = 50_000
 @click.option("--allow-remote", is_flag=True, default=None, help="Allow addresses other machines can reach.")
 @click.option(
     "--log-level",
-    default="info",
-    type=click.Choice(["debug", "info", "warning", "error"]),
+    type=click.Choice(LOG_LEVELS),
     help="What is said on stderr. [default: info]",
 )
-def serve(config: Path | None, log_level: str, **overrides: Any) -> int:
+def serve(config: Path | None, **overrides: Any) -> int:
     """Run the offload sidecar until SIGTERM or SIGINT; a second signal forces.
 
     \b
     kvevents serve --engine-socket /run/kvevents/engine.sock --host-bytes 8589934592
     """
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
         settings = load_config(config, overrides)
+        logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format=LOG_FORMAT)
         return _run(settings)
     except ConfigError as error:
         click.echo(f"kvevents serve: {error}", err=True)

@@ -33,7 +33,10 @@ class Snapshot(NamedTuple):
     batches: list[EventBatch]
 
 
-@click.command(epilog="Exit codes: 0 a snapshot came, 1 there is none now, 2 bad usage, 130 interrupted.")
+@click.command(
+    short_help="Show what is resident now.",
+    epilog="Exit codes: 0 a snapshot came, 1 there is none now, 2 bad usage, 130 interrupted.",
+)
 @click.argument("endpoint")
 @click.option("--json", "as_json", is_flag=True, help="One event a line, as `kvevents tail --json`.")
 @click.option("--tokens", is_flag=True, help="With --json: show token ids, they are the users' prompts.")
@@ -58,7 +61,7 @@ def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
         chat(f"kvevents snapshot: {error}")
         return EXIT_USAGE
     except (TimeoutError, WireError) as error:
-        chat(f"kvevents snapshot: {str(error) or f'no answer from {endpoint} in {wait:g} s'}")
+        chat(f"kvevents snapshot: {str(error) or silence(endpoint, wait)}")
         return EXIT_FAILED
     if reply.seq < SNAPSHOT_EMPTY:
         chat("kvevents snapshot: unavailable now, ask again")
@@ -69,6 +72,11 @@ def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
     except BrokenPipeError:
         discard_stdout()
     return EXIT_OK
+
+
+def silence(endpoint: str, wait_s: float) -> str:
+    """What to look at when nothing came."""
+    return f"no answer from {endpoint} in {wait_s:g} s: is this the --snapshot endpoint of a `serve` that runs?"
 
 
 def ask(endpoint: str, wait_s: float) -> SnapshotReply:

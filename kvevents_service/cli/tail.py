@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import IO, Any, NamedTuple
 
 import click
@@ -25,6 +26,7 @@ from kvevents_service.wire.media import canonical_medium
 from kvevents_service.wire.recorded import parse_recorded_line
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+HINT_S = 2.0
 _FILE = click.File(encoding="utf-8", errors="surrogateescape")
 TYPES: dict[str, type[Event]] = {"stored": BlockStored, "removed": BlockRemoved, "cleared": AllBlocksCleared}
 
@@ -100,7 +102,10 @@ def in_order(decoded: Batch | Decoded) -> Iterator[Event | Skipped]:
         yield skipped[index] if index in skipped else next(events)
 
 
-@click.command(epilog="Exit codes: 0 fine, 1 no message or an invalid line, 2 bad usage, 130 interrupted.")
+@click.command(
+    short_help="Watch an event stream.",
+    epilog="Exit codes: 0 fine, 1 no message or an invalid line, 2 bad usage, 130 interrupted.",
+)
 @click.argument("endpoint", required=False)
 @click.option("--replay", metavar="E", help="Replay endpoint: show the history first, and fill holes.")
 @click.option("--topic", metavar="T", default="", help="Only messages of exactly this topic. [default: all]")
@@ -165,7 +170,7 @@ def _look(color: str, tokens: bool, full_hashes: bool) -> Look:
 async def follow(subscriber: Subscriber, printer: Printer, wait_s: float | None) -> int:
     """Print what comes, until `wait_s` seconds without a message or the reader of stdout has gone."""
     seen = False
-    async with subscriber:
+    async with subscriber, hinting(subscriber):
         chat(f"following {subscriber.sources[0].endpoint}")
         try:
             with until_reader_leaves():
@@ -180,6 +185,23 @@ async def follow(subscriber: Subscriber, printer: Printer, wait_s: float | None)
             if not seen:
                 chat(silence(subscriber))
             return EXIT_OK if seen else EXIT_FAILED
+
+
+@asynccontextmanager
+async def hinting(subscriber: Subscriber) -> AsyncIterator[None]:
+    """Inside, one line says what to check if nobody is there after HINT_S."""
+
+    async def hint() -> None:
+        await asyncio.sleep(HINT_S)
+        if not subscriber.connected:
+            where = subscriber.sources[0].endpoint
+            chat(f"not connected to {where} yet: is a publisher running, and is this its event endpoint (`--pub`)?")
+
+    task = asyncio.create_task(hint())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def _first(subscriber: Subscriber) -> bool:

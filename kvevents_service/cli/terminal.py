@@ -19,9 +19,19 @@ def wants_color(color: str) -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def moves_cursor() -> bool:
+    """Whether what is on the screen can be drawn over."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
 def write(line: str) -> None:
     """One line, flushed: UTF-8 whatever the locale. Raises BrokenPipeError when its reader has gone."""
-    rest = memoryview(f"{line}\n".encode())
+    put(f"{line}\n")
+
+
+def put(text: str) -> None:
+    """Text as it is, else like `write`."""
+    rest = memoryview(text.encode())
     while rest:  # an unbuffered stdout may take a part
         rest = rest[sys.stdout.buffer.write(rest) :]
     sys.stdout.buffer.flush()

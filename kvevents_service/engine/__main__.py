@@ -21,7 +21,7 @@ OFFLOAD_HELP = "eager: blocks of running requests, when confirmed; lazy: cached 
 
 
 @click.command()
-@click.option("--engine-socket", required=True, metavar="PATH")
+@click.option("--engine-socket", required=True, metavar="PATH", help="That of `kvevents serve`.")
 @click.option("--trace", required=True, type=click.Path(exists=True, path_type=Path), help="A Mooncake trace file.")
 @click.option("--model", default="full", show_default=True, type=click.Choice(sorted(MODELS)))
 @click.option(
@@ -59,7 +59,8 @@ def main(
         hash_tokens=kind.hash_tokens,
     )
     client = OffloadClient(engine_socket, layout)
-    client.wait_connected(connect_wait)
+    if not client.wait_connected(connect_wait):
+        click.echo(f"no sidecar at {engine_socket} ({client.last_error}): serving without one", err=True)
     planner = make_planner(cache, kind, settings, offload == "lazy")
     engine = ReferenceEngine(cache, client, kind, settings, planner)
     lines = islice(read_trace(trace), skip, None if requests is None else skip + requests)

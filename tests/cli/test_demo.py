@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -40,12 +42,16 @@ class Demo:
         raise AssertionError(self.chatter)
 
     def kill(self, line: str) -> None:
-        os.kill(int(re.search(r"pid (\d+)", line)[1]), signal.SIGKILL)  # type: ignore[index]
+        os.kill(pid_in(line), signal.SIGKILL)
 
     def summary(self) -> dict[str, int]:
         out, err = self.process.communicate(timeout=LONG_S)
         assert self.process.returncode == 0, (self.chatter, err, out)
         return json.loads(out)
+
+
+def pid_in(line: str) -> int:
+    return int(re.search(r"pid (\d+)", line)[1])  # type: ignore[index]
 
 
 @pytest.fixture
@@ -105,6 +111,41 @@ def progress(demo: Demo) -> None:
     demo.wait_for("served")
 
 
+def test_kill_9_of_the_demo_ends_both(shared_memory: None) -> None:
+    demo = Demo()
+    started = [demo.wait_for("sidecar: pid"), demo.wait_for("engine: pid")]
+    progress(demo)
+    demo.process.kill()
+    demo.process.communicate(timeout=LONG_S)  # its streams end when the last of its children has ended
+    assert not any(runs(pid_in(line)) for line in started)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_pipe_gets_events_only_if_it_asks_for_them() -> None:
+    words = [*KVEVENTS, "demo", *ENDPOINTS, "--requests", "3"]
+    calm, full = (
+        subprocess.run([*words, *options], capture_output=True, text=True, timeout=LONG_S, check=True)
+        for options in ([], ["--events"])
+    )
+    assert calm.stdout.startswith("\nrequests served  ")
+    assert re.match(r"[0-9:.]{12} #\d+ +stored ", full.stdout)
+    assert full.stdout.splitlines()[-1] == calm.stdout.splitlines()[-1]
+
+
+def test_a_closed_pipe_ends_it_in_silence() -> None:
+    shell = ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", *KVEVENTS, "demo", *ENDPOINTS, "--events"]
+    result = subprocess.run(shell, capture_output=True, text=True, timeout=LONG_S)
+    assert (result.returncode, result.stdout.count("\n")) == (0, 1)
+    assert all(line.startswith(("sidecar: ", "engine: ", "served ")) for line in result.stderr.splitlines())
+
+
 def test_tail_beside_a_running_demo_prints_one_object_per_event() -> None:
     demo = Demo("--requests", "120")
     line = demo.wait_for("sidecar: pid")
@@ -143,3 +184,13 @@ def test_other_models_caches_and_ways_to_offload_end_true(options: list[str]) ->
     assert summary["hit_tokens"] > 0
     assert summary["bytes_verified"] > 0
     assert bool(summary["preemptions"]) or "--engine-blocks" not in options
+
+
+def test_demos_that_start_at_once_take_other_ports() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    demos = [Demo("--requests", "3", "--pub", endpoint) for _ in range(2)]
+    for summary in [demo.summary() for demo in demos]:
+        assert_true(summary)
+        assert summary["sidecar_restarts"] == 0

@@ -258,6 +258,21 @@ class TestStream:
             "not connected to tcp://127.0.0.1:1, 0 messages, subscribed to topic (all), topics seen: none"
         )
 
+    def test_nobody_there_yet_is_said_once_and_waited_for(self, stream: Stream) -> None:
+        stream.socket.unbind(stream.endpoint)
+        command = [KVEVENTS, "tail", stream.endpoint, "--count", "1"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        lines = [process.stderr.readline() for _ in range(2)]
+        assert lines[1].startswith(f"not connected to {stream.endpoint} yet: ")
+        stream.socket.bind(stream.endpoint)
+        stream.socket.recv()
+        stream.send(0, AllBlocksCleared())
+        assert ended(process)[::2] == (0, "")
+
+    def test_a_quiet_publisher_is_not_taken_for_an_absent_one(self, stream: Stream) -> None:
+        status, _, stderr = ended(stream.tail("--wait", "2.5"))
+        assert (status, stderr.splitlines()[0].partition(" to ")[0]) == (1, "connected")
+
     def test_waiting_after_a_message_is_fine(self, stream: Stream) -> None:
         process = stream.tail("--wait", "0.3")
         stream.send(0)
