@@ -65,7 +65,7 @@ class Index:
         for payload in payloads:
             self.fold(payload)
 
-    def reply(self, start: int, below: int = 2**63) -> list[tuple[int, bytes]]:
+    def reply(self, start: int) -> list[tuple[int, bytes]]:
         """A whole reply, or zmq.Again: what has no end marker counts for nothing."""
         with self.socket(zmq.DEALER, self.replay) as dealer:
             dealer.send_multipart([b"", start.to_bytes(8, "big")])
@@ -74,9 +74,15 @@ class Index:
                 messages.append(dealer.recv_multipart())
         self.replayed_at, self.settled = time.monotonic(), False
         numbered = [(int.from_bytes(seq, "big"), payload) for _, _, seq, payload in messages[:-1]]
-        if self.exact and (not numbered or numbered[0][0] != start):
-            return []
-        return [(seq, payload) for seq, payload in numbered if seq < below]
+        return numbered
+
+    def exact_reply(self, start: int, live: int) -> list[tuple[int, bytes]]:
+        """What a reader of the dialect vllm-router takes: all from `start` to the live number, or nothing."""
+        numbered = self.reply(start)
+        if [seq for seq, _ in numbered[: live + 1 - start]] == list(range(start, live + 1)):
+            return numbered[: live + 1 - start]
+        self.blocks.clear()
+        return []
 
     def take(self, numbered: list[tuple[int, bytes]]) -> None:
         for seq, payload in numbered:
@@ -104,7 +110,8 @@ class Index:
                 self.join()
         self.live = seq
         if seq > self.last + 1:
-            self.take(self.reply(self.last + 1, seq if self.exact else 2**63))
+            start = self.last + 1
+            self.take(self.exact_reply(start, seq) if self.exact else self.reply(start))
         assert self.exact or seq <= self.last + 1, "still a hole"
         self.take([(seq, payload)])
 
