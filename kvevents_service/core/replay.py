@@ -98,6 +98,11 @@ class Reply:
             return [joined]
         return snapshot.parts if self.first + snapshot.numbers_needed - 1 <= snapshot.upto else []
 
+    @property
+    def broken(self) -> bool:
+        """Part of the state is told: a reader that went on behind it would never learn the rest."""
+        return self.snapshot is not None and self.first < self.seq <= self.snapshot.upto
+
     def advance(self) -> None:
         """Number `seq` is sent."""
         self.seq += 1

@@ -26,7 +26,8 @@ class _Sent(NamedTuple):
 
 
 class Cursor:
-    """Sends one reply to one client as there is room. `over` once its end marker is out, or the client has left."""
+    """Sends one reply to one client as there is room. `over` once its end marker is out, the client has left,
+    or the state cannot be told to its end: that has no end marker."""
 
     def __init__(self, socket: zmq.Socket[bytes], identity: bytes, output: Output, reply: Reply) -> None:
         self.over = False
@@ -46,6 +47,9 @@ class Cursor:
         before, left = self.reply.seq, CHUNK_BYTES
         while left > 0 and self.reply.seq - before < CHUNK and self._room() and not self.over:
             payload = self.reply.payload()
+            if payload is None and self.reply.broken:
+                self.over = True
+                break
             if payload is None or self._output.numbers.base != self._base:
                 self.over = self._send(REPLAY_END)
                 break

@@ -96,7 +96,8 @@ class Replayer:
             await self._deliver(Cursor(self._socket, identity, self._output, reply), deadline)
         except TimeoutError:
             self.dropped_clients += 1
-            self._end_now(identity)
+            if not reply.broken:  # else its reader must not take it for the whole state
+                self._end_now(identity)
         finally:
             reply.close()
 

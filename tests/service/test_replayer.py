@@ -10,7 +10,8 @@ import zmq
 
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal
-from kvevents_service.core.replay import Recovery
+from kvevents_service.core.replay import WAIT, Recovery, Reply
+from kvevents_service.service import replayer
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.renderer import Renderer
@@ -128,6 +129,19 @@ async def test_fifty_clients_at_once_all_get_everything() -> None:
     async with desk(batches=50) as opened:
         answers = await asyncio.gather(*(opened.ask([b"", seq(0)]) for _ in range(50)))
         assert answers == [list(range(50))] * 50
+
+
+async def test_a_state_that_breaks_off_has_no_end_marker(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Reply.payload
+    monkeypatch.setattr(Reply, "payload", lambda reply: told(reply) if reply.seq not in range(10, 104) else WAIT)
+    monkeypatch.setattr(replayer, "CLIENT_DEADLINE_S", 2.0)
+    async with desk(first=100) as opened, asyncio.timeout(DEADLINE_S):
+        with opened.client() as socket, Receiver(socket) as receiver:
+            socket.send_multipart([b"", seq(7)])
+            while not opened.replayer.dropped_clients:
+                await asyncio.sleep(0.01)
+            socket.send_multipart([b"", seq(104)])  # its answer comes at once behind the three numbers
+            assert await answer(receiver) == [7, 8, 9, 104]
 
 
 async def test_the_end_marker_is_the_one_vllm_sends() -> None:
