@@ -51,7 +51,8 @@ async def _consumed(endpoint: str, batches: int, track: bool) -> float:
     expected, started = 0, 0.0
     async with asyncio.timeout(DEADLINE_MS / 1000), Subscriber(endpoint, track=track) as subscriber:
         async for item in subscriber:
-            assert isinstance(item, Batch) and item.seq == expected, item
+            assert isinstance(item, Batch), item
+            assert item.seq == expected, item
             started = started or time.process_time()
             expected += 1
             if expected == batches:
@@ -81,7 +82,9 @@ def main() -> None:
     spread, peer_spread = Spread.of(results), Spread.of(costs) if costs else None
     whole = [median(subscriber_us(ours, track=track) for _ in range(SUBSCRIBER_RUNS)) for track in (False, True)]
     target = (peer_spread.median if peer_spread else RECORDED_PEER_US) / 2
-    note(f"decode {spread} us a block, peer {peer_spread}; whole subscriber {whole[0]:.2f}, tracking {whole[1]:.2f}")
+    note(
+        f"decode {spread} us a block, peer {peer_spread}; whole subscriber {whole[0]:.2f}, tracking {whole[1]:.2f}"
+    )
     report(
         "decode",
         spread,
