@@ -193,18 +193,17 @@ async def one_round(joiner: Joiner, plane: EventPlane, meter: Meter) -> Round:
     endpoint = plane.bound[0].replay
     assert endpoint is not None
     plane.renderer.recovery.snapshots.clear()
-    replies, costs = [], []
-    for _ in range(2):
-        meter.restart()
-        replies.append(await joiner.joined(endpoint))
-        costs.append(meter.read(replies[-1]))
+    meter.restart()
+    first = await joiner.joined(endpoint)
+    first_cost = meter.read(first)
+    second = await joiner.joined(endpoint)
+    second_cost = meter.read(second)
     assert plane.renderer.recovery.snapshots[-1].blocks >= BLOCKS
     messages = messages_of(plane)
     meter.restart()
-    replies.append(await raw(joiner, messages))
-    costs.append(meter.read(replies[-1]))
-    assert len({reply[1:] for reply in replies}) == 1, replies
-    return Round(*costs, replies[0])
+    plain = await raw(joiner, messages)
+    assert first[1:] == second[1:] == plain[1:], (first, second, plain)
+    return Round(first_cost, second_cost, meter.read(plain), first)
 
 
 async def rounds(joiner: Joiner) -> list[Round]:
@@ -243,7 +242,9 @@ def main() -> None:
         rate=True,
         second=again.median,
         second_min_max=[again.min, again.max],
-        costs={kind: cost._asdict() for kind, cost in costs.items()},
+        costs={kind: costs[kind]._asdict() for kind in ("first", "second")},
+        raw_mb_per_s=costs["raw"].mb_per_s,
+        raw_cpu_ms=costs["raw"].cpu_ms,
         stall_max_ms=max(one.first.stall_ms for one in made),
         resident_blocks=BLOCKS,
         messages=made[0].reply.messages,

@@ -2,10 +2,10 @@
 
 A publisher coroutine sends batches of 64 blocks at a steady rate to 63 subscriber sockets in three processes, and
 to one in a process of its own, which is stopped (SIGSTOP) in every other round. Queues and buffers are short, so
-that its own are full for most of such a round. Delay: from `publish` to the batch in the subscriber's hands, by the
+that its own are full for half of such a round. Delay: from `publish` to the batch in the subscriber's hands, by the
 clock that all processes of a machine share (CLOCK_MONOTONIC); it stands in the place of the batch's time. The ratio
 of a round is to the mean of the rounds before and after it.
-Nobody but the stopped one may lose anything, and that one must, or it was not stopped for long enough.
+The stopped one must lose something, or it was not stopped for long enough; the others nothing (`meets_lost`).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from kvevents_service.service.publisher import Publisher
 
 PROCESSES, SOCKETS = 3, 21
 """And one socket more, to be stopped."""
-PAIRS = 8
+PAIRS = 6
 """Rounds with one stopped, between rounds with all of them running."""
 ROUNDS = 2 + 2 * PAIRS
 """The first warms up."""
-BATCHES, INTERVAL_S = 800, 0.005
-SEND_HIGH_WATER_MARK, RECEIVE_HIGH_WATER_MARK = 100, 20
+BATCHES, INTERVAL_S = 1000, 0.005
+SEND_HIGH_WATER_MARK, RECEIVE_HIGH_WATER_MARK = 400, 20
 SEND_BUFFER_BYTES = RECEIVE_BUFFER_BYTES = 64 * 1024
 """Of the kernel, which would grow them to megabytes."""
 SETTLE_S = 0.5
 TARGET_RATIO = 1.25
-"""What two p99 of the same thing differ by here; see `noise`."""
+"""Unchanged, as far as this can tell; `conclusive` only where rounds with none stopped differ by no more."""
 DEADLINE_MS = 20_000
 _TIME = struct.Struct(">d")
 _TIME_AT = 2
@@ -132,13 +132,13 @@ def stopped(listener: Listener) -> Iterator[None]:
 
 
 async def publish_round(publisher: Publisher, metas: list[BlockStoreMeta]) -> None:
-    """One batch every INTERVAL_S."""
+    """One batch every INTERVAL_S; after a stall of ours the later ones come later, not all at once."""
     loop = asyncio.get_running_loop()
     due = loop.time()
     for number in range(BATCHES):
         publisher.publish((metas[number % len(metas)],))
-        due += INTERVAL_S
-        await asyncio.sleep(max(0.0, due - loop.time()))
+        due = max(due + INTERVAL_S, loop.time())
+        await asyncio.sleep(due - loop.time())
 
 
 async def publish_all(publisher: Publisher, metas: list[BlockStoreMeta], victim: Listener) -> None:
@@ -167,8 +167,15 @@ def bound() -> Iterator[tuple[zmq.Socket[bytes], str]]:
         yield socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def measure() -> tuple[list[list[float]], int]:
-    """Delays of the 63, by round, without the first; and how many batches the stopped one lost."""
+class Measured(NamedTuple):
+    """Delays of the 63, by round, without the first; how many batches they lost, and the stopped one."""
+
+    rounds: list[list[float]]
+    lost: int
+    lost_by_stopped: int
+
+
+def measure() -> Measured:
     batches = ROUNDS * BATCHES
     with bound() as (socket, endpoint):
         others = [start_listener(endpoint, SOCKETS, batches, 0) for _ in range(PROCESSES)]
@@ -180,10 +187,10 @@ def measure() -> tuple[list[list[float]], int]:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(publish_all(publisher, snapshots(), victim))
         heard = [listener.heard() for listener in others]
-        lost = victim.heard().lost
-    assert not any(one.lost for one in heard), [one.lost for one in heard]
-    assert lost, "the stopped one missed nothing"
-    return [[delay for one in heard for delay in one.delays[number]] for number in range(1, ROUNDS)], lost
+        lost_by_stopped = victim.heard().lost
+    assert lost_by_stopped, "the stopped one missed nothing"
+    rounds = [[delay for one in heard for delay in one.delays[number]] for number in range(1, ROUNDS)]
+    return Measured(rounds, sum(one.lost for one in heard), lost_by_stopped)
 
 
 def p99_ms(delays: list[float]) -> float:
@@ -192,7 +199,7 @@ def p99_ms(delays: list[float]) -> float:
 
 def main() -> None:
     gc.set_threshold(GC_THRESHOLD)
-    rounds, lost = measure()
+    rounds, lost, lost_by_stopped = measure()
     p99s = [p99_ms(delays) for delays in rounds]
     running, one_stopped = p99s[::2], p99s[1::2]
     around = [(before + after) / 2 for before, after in pairwise(running)]
@@ -211,11 +218,13 @@ def main() -> None:
         p50_ms=p50,
         p50_stopped_ms=p50_stopped,
         noise_min_max=[noise.min, noise.max],
+        conclusive=1 / TARGET_RATIO <= noise.min and noise.max <= TARGET_RATIO,
         subscribers=PROCESSES * SOCKETS + 1,
         blocks_per_s=BLOCKS / INTERVAL_S,
         delays=sum(map(len, rounds)),
-        lost_by_stopped=lost,
-        lost_by_others=0,
+        lost_by_stopped=lost_by_stopped,
+        lost_by_others=lost,
+        meets_lost=not lost,
     )
 
 
