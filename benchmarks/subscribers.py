@@ -218,7 +218,7 @@ def main() -> None:
         p50_ms=p50,
         p50_stopped_ms=p50_stopped,
         noise_min_max=[noise.min, noise.max],
-        conclusive=1 / TARGET_RATIO <= noise.min and noise.max <= TARGET_RATIO,
+        conclusive=noise.min >= 1 / TARGET_RATIO and noise.max <= TARGET_RATIO,
         subscribers=PROCESSES * SOCKETS + 1,
         blocks_per_s=BLOCKS / INTERVAL_S,
         delays=sum(map(len, rounds)),
