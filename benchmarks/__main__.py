@@ -10,7 +10,10 @@ import subprocess
 import sys
 import time
 
-NAMES = ("engine_step", "sidecar_step", "events_cost", "publish", "lookup", "index_memory")
+NAMES = (
+    *("engine_step", "sidecar_step", "events_cost", "publish", "decode", "replay", "subscribers", "lookup"),
+    "index_memory",
+)
 
 
 def main(names: list[str]) -> int:

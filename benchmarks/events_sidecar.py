@@ -21,6 +21,7 @@ from kvevents_service.core.journal import Journal, JournalLimits
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import TierSpec
+from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.wire.control import GroupSpec, Step
 from kvevents_service.wire.framing import FrameReader, decode_client, encode_message
@@ -152,9 +153,7 @@ class SidecarBench:
         self.case, self.subscriber = case, subscriber
         self.requests, self.identity, self.block_ids = Requests(case), Identity.of(case), block_ids(case)
         self.journal = Journal(JournalLimits(retained_batches=RETAINED_BATCHES))
-        self.publisher = Publisher(
-            self.journal, subscriber.socket, topic="", dp_rank=0, numbers=None, wall_clock=time.time
-        )
+        self.publisher = Publisher(self.journal, [Output(subscriber.socket)], numbers=None, wall_clock=time.time)
         self.counting = CountingPublisher()
         self.sides = [SidecarSide(case, self.counting.publish) for _ in range(2)]
         self.speaking = SidecarSide(case, self.publisher.publish)

@@ -4,6 +4,7 @@
     ORACLE/bin/python peer_vllm.py events BLOCKS EVICTING RUNS REQUESTS
         the same by CPU time, events on and off in turns, for BLOCKS blocks of each of REQUESTS requests
     ORACLE/bin/python peer_vllm.py publish BATCHES EVENTS RUNS   blocks/s per run, bytes per block
+    ORACLE/bin/python peer_vllm.py decode BATCHES EVENTS RUNS    CPU us per block of a subscriber's decoder, per run
     ORACLE/bin/python peer_vllm.py memory BLOCKS                 bytes per resident block
 
 One JSON line on stdout. After the oracle's bench_vllm.py; vLLM is 0.33.0, events are on where nothing else is said.
@@ -17,6 +18,7 @@ import os
 import sys
 import time
 from itertools import count
+from random import Random
 from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -207,7 +209,7 @@ def stored_event(number):
     return BlockStored(
         block_hashes=[(number * 0x9E3779B97F4A7C15) % 2**64],
         parent_block_hash=(number * 77777777777777) % 2**64,
-        token_ids=[(number * BLOCK_TOKENS + k) % VOCABULARY for k in range(BLOCK_TOKENS)],
+        token_ids=Random(number).choices(range(VOCABULARY), k=BLOCK_TOKENS),
         block_size=BLOCK_TOKENS,
         lora_id=None,
         medium="CPU",
@@ -267,6 +269,31 @@ def publish(batches, events, runs):
     return {"blocks_per_s": [rate for rate, _ in results], "bytes_per_block": results[0][1]}
 
 
+def decode(batches, events, runs):
+    """vLLM's own types read its own payloads, as its example of a subscriber does."""
+    import msgspec
+    from vllm.distributed.kv_events import KVEventBatch
+
+    decoder, encode = msgspec.msgpack.Decoder(KVEventBatch), ENCODER().encode
+    payloads = [
+        encode(
+            KVEventBatch(
+                ts=time.time(),
+                events=[stored_event(b * events + j) for j in range(events)],
+                data_parallel_rank=0,
+            )
+        )
+        for b in range(batches)
+    ]
+    costs = []
+    for _ in range(runs + 1):
+        started = time.thread_time()
+        for payload in payloads:
+            decoder.decode(payload)
+        costs.append((time.thread_time() - started) / (batches * events) * 1e6)
+    return {"us_per_block": costs[1:], "bytes_per_block": sum(map(len, payloads)) / (batches * events)}
+
+
 def rss_bytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -290,5 +317,5 @@ def memory(blocks):
 
 
 if __name__ == "__main__":
-    verbs = {"step": step, "events": events, "publish": publish, "memory": memory}
+    verbs = {"step": step, "events": events, "publish": publish, "decode": decode, "memory": memory}
     print(json.dumps(verbs[sys.argv[1]](*map(int, sys.argv[2:]))), flush=True)

@@ -12,7 +12,7 @@ import gc
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
@@ -32,7 +32,7 @@ BLOCKS, BATCHES, RUNS = 64, 15_000, 5
 PEER_BATCHES = 1500
 DISTINCT = 256
 PENDING_BATCHES, REFILL_BATCHES = 1024, 512
-TARGET_BLOCKS_PER_S = 1_000_000.0
+TARGET_BLOCKS_PER_S, TARGET_BYTES = 1_000_000.0, 95.0
 DEADLINE_MS = 20_000
 
 
@@ -66,7 +66,9 @@ def subscribe(endpoint: str, batches: int, answers: Connection) -> None:
 
 
 @contextmanager
-def subscribed(batches: int) -> Iterator[tuple[zmq.Socket[bytes], Connection]]:
+def subscribed(
+    batches: int, run: Callable[..., None] = subscribe, *more: object
+) -> Iterator[tuple[zmq.Socket[bytes], Connection]]:
     """A bound publish socket whose subscriber process is there (an XPUB tells when), and its answers."""
     with tempfile.TemporaryDirectory(prefix="kvbench-") as folder, zmq.Context() as context:
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -74,7 +76,7 @@ def subscribed(batches: int) -> Iterator[tuple[zmq.Socket[bytes], Connection]]:
             socket.set(zmq.SNDHWM, batches + 1)
             socket.bind(endpoint := f"ipc://{folder}/pub")
             process = multiprocessing.get_context("spawn").Process(
-                target=subscribe, args=(endpoint, batches, theirs)
+                target=run, args=(endpoint, batches, theirs, *more)
             )
             process.start()
             assert socket.poll(DEADLINE_MS), "no subscriber"
@@ -137,7 +139,8 @@ def main() -> None:
         peers.append(ask_peer("publish", PEER_BATCHES, BLOCKS, 1))
     rates = [rate for peer in peers if peer for rate in peer["blocks_per_s"]]
     spread, peer_spread = Spread.of([rate for rate, _ in results]), Spread.of(rates) if rates else None
-    note(f"{spread} blocks/s; peer {peer_spread}")
+    size, peer_size = results[0][1], peers[0]["bytes_per_block"] if peers[0] else None
+    note(f"{spread} blocks/s, {size:.1f} bytes a block; peer {peer_spread}, {peer_size}")
     report(
         "publish",
         spread,
@@ -146,8 +149,10 @@ def main() -> None:
         rate=True,
         peer="vLLM 0.33 ZmqEventPublisher, 64 single-block events per batch" if rates else None,
         peer_value=peer_spread.median if peer_spread else None,
-        bytes_per_block=results[0][1],
-        peer_bytes_per_block=peers[0]["bytes_per_block"] if peers[0] else None,
+        bytes_per_block=size,
+        target_bytes=TARGET_BYTES,
+        meets_bytes=size <= TARGET_BYTES,
+        peer_bytes_per_block=peer_size,
         peer_min_max=[peer_spread.min, peer_spread.max] if peer_spread else None,
         lost=0,
     )

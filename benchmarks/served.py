@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.harness import BLOCK_TOKENS, HASH_BYTES
-from kvevents_service.engine.client import OffloadClient, Timeouts
+from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
+from kvevents_service.engine.registration import Timeouts
 from kvevents_service.wire.control import GroupSpec, Memory
 
 BLOCK_BYTES = 1024
