@@ -20,6 +20,7 @@ from kvevents_service.wire.extra_keys import plain_extra_keys
 from kvevents_service.wire.hashes import hash_in, hashes_in
 from kvevents_service.wire.packing import INT32_BYTES, int32_list, unpack_uint32
 from kvevents_service.wire.shapes import shape_of
+from kvevents_service.wire.wide import wide_hashes, wide_tokens
 
 LOCAL = "LOCAL"
 MAX_BATCH_TOKENS = 1 << 20
@@ -74,12 +75,15 @@ def encode(
     ts: float,
     dp_rank: int,
     publisher_id: bytes | None = None,
+    *,
+    wide: bool = False,
 ) -> bytes:
     """The payload of one batch in a dialect. The publisher id goes only into dialects that have a place for it.
 
+    wide: stores in the faster, longer form of `wire.wide`.
     Raises WireError if it is too big, and nothing else for announcements made of messages that engines sent.
     """
-    events = [event for item in announcements for event in _events(dialect, item)]
+    events = [event for item in announcements for event in _events(dialect, item, wide=wide)]
     sender = publisher_id if dialect.publisher_id else None
     return encode_own(EventBatch(ts, events, dp_rank, sender))  # type: ignore[arg-type]
 
@@ -106,7 +110,7 @@ def removed_event(run: RemovedRun) -> BlockRemoved:
     return BlockRemoved(*_removed_values(VLLM, run, run.medium))
 
 
-def _events(dialect: Dialect, item: Announcement) -> Iterable[msgspec.Struct]:
+def _events(dialect: Dialect, item: Announcement, *, wide: bool) -> Iterable[msgspec.Struct]:
     """What a dialect says of one announcement: one event, one for each block, or none."""
     shape = shape_of(dialect)
     if not isinstance(item, BlockStoreMeta | RemovedRun):
@@ -115,7 +119,7 @@ def _events(dialect: Dialect, item: Announcement) -> Iterable[msgspec.Struct]:
     if medium is None:
         return ()
     if isinstance(item, BlockStoreMeta):
-        stored = _stored_values(dialect, item, medium)
+        stored = _stored_values(dialect, item, medium, wide=wide and not dialect.one_hash)
         return map(shape.stored, _stored_one_by_one(stored)) if dialect.one_hash else (shape.stored(stored),)
     removed = _removed_values(dialect, item, medium)
     return map(shape.removed, _removed_one_by_one(removed)) if dialect.one_hash else (shape.removed(removed),)
@@ -128,13 +132,14 @@ def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | N
     return dialect.medium(item.medium)
 
 
-def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str) -> tuple[Any, ...]:
+def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str, *, wide: bool = False) -> tuple[Any, ...]:
     """A value for each of STORED_KEYS."""
     parent, group = meta.parent_block_hash, meta.group
+    hashes = wide_hashes(dialect.hashes, meta.block_hashes, meta.hash_bytes) if wide else None
     return (
-        hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes),
+        hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes) if hashes is None else hashes,
         None if parent is None else hash_in(dialect.hashes, parent),
-        unpack_uint32(meta.token_ids).tolist() if dialect.unsigned_tokens else int32_list(meta.token_ids),
+        wide_tokens(meta.token_ids) if wide else _tokens(dialect, meta.token_ids),
         meta.block_size,
         meta.lora_id,
         medium,
@@ -145,6 +150,10 @@ def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str) -> tuple
         group.sliding_window if group.kind in WINDOW_KINDS else None,  # a chunk is no window
         LOCAL,
     )
+
+
+def _tokens(dialect: Dialect, packed: bytes) -> list[int]:
+    return unpack_uint32(packed).tolist() if dialect.unsigned_tokens else int32_list(packed)
 
 
 def _removed_values(dialect: Dialect, run: RemovedRun, medium: str) -> tuple[Any, ...]:

@@ -23,6 +23,9 @@ class Encoding(NamedTuple):
         dialect = DIALECTS[self.dialect]
         return encoding_key(dialect), self.dp_rank, self.publisher_id if dialect.publisher_id else None
 
-    def encode(self, announcements: Sequence[Announcement], ts: float) -> bytes:
-        """The payload of a batch; `ts` in seconds since the epoch. WireError if it is too large for a reader."""
-        return encode(DIALECTS[self.dialect], announcements, ts, self.dp_rank, self.publisher_id)
+    def encode(self, announcements: Sequence[Announcement], ts: float, *, wide: bool = False) -> bytes:
+        """The payload of a batch; `ts` in seconds since the epoch. WireError if it is too large for a reader.
+
+        wide: longer, and made several times as fast.
+        """
+        return encode(DIALECTS[self.dialect], announcements, ts, self.dp_rank, self.publisher_id, wide=wide)

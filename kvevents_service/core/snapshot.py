@@ -109,7 +109,7 @@ class Snapshot:
             self.done = True
             return
         try:
-            payload = self.encoding.encode(part, self._ts)
+            payload = self.encoding.encode(part, self._ts, wide=True)
         except WireError:
             self.done = self.failed = True
             raise

@@ -265,3 +265,12 @@ def test_parts_of_a_large_removal_of_inner_hashes_are_of_inner_hashes() -> None:
     names = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS // EVENT_WEIGHT + 1))
     batches = list(in_batches((RemovedRun(MAIN, "GPU", names, inner=True),)))
     assert [told(DIALECTS["dynamo"], *batch) for batch in batches] == [[], []]
+
+
+@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
+@given(seeds)
+@settings(max_examples=10)
+def test_the_wide_form_says_the_same(dialect: Dialect, seed: int) -> None:
+    for batch in Source(seed).batches(5):
+        wide = msgspec.msgpack.decode(encode(dialect, batch, 1.5, 3, wide=True))
+        assert wide == msgspec.msgpack.decode(encode(dialect, batch, 1.5, 3))
