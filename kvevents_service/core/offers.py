@@ -7,7 +7,8 @@ Every block that is not stored is counted under one reason:
     bad_tokens      a token id is negative
     bad_lora        the adapter's number is negative or not below 2^63: routers refuse what holds it
     bad_extra_keys  an extra key is no tuple of scalars and flat tuples of scalars
-    bad_inner       an inner hash lies in no block, is not hash_bytes long, or the group's blocks have none
+    bad_inner       an inner hash lies in no block or where another does, is not hash_bytes long, or the group's
+                    blocks have none
     scratch_group   the group is not cacheable
     parent_absent   the block before the run is not in the tier (I6)
     not_a_chain     hashes repeat, or a later block is known where an earlier one is not
@@ -90,17 +91,21 @@ def _lengths_fit(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: i
 
 
 def _inner_fits(offer: Offer, group: GroupSpec, hash_bytes: int, units: int) -> bool:
-    """Every inner hash lies inside a block that has such. A state block has but one name: it can only be a tail."""
+    """Every inner hash has a place of its own, inside a block that has such.
+
+    A state block has but one name: it can only be a tail.
+    """
+    names = offer.inner or ()
     blocks = len(offer.block_hashes) // hash_bytes if group.kind in PREFIX_KINDS else 0
     tail = tail_of(offer, hash_bytes) if group.kind in FINE_KINDS else None
-    return all(
+    return len({(name.block, name.units) for name in names}) == len(names) and all(
         (0 <= name.block < blocks or name is tail)
         and 0 < name.units < units
         and len(name.block_hash) == hash_bytes
         and (name.parent is None) == (offer.parent is None and name.block == 0 and name.units == 1)
         and len(name.parent or name.block_hash) == hash_bytes
         and _is_plain_key(name.extra_keys)
-        for name in offer.inner or ()
+        for name in names
     )
 
 
