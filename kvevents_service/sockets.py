@@ -73,7 +73,8 @@ class Receiver:
         self._ready.set()
 
     async def recv(self) -> list[bytes]:
-        """The next message. Waits as long as it takes."""
+        """The next message. Waits as long as it takes, and one turn of the loop at least: a flood stops nobody else."""
+        await asyncio.sleep(0)
         while (frames := self.recv_nowait()) is None:
             self._ready.clear()
             if (frames := self.recv_nowait()) is not None:
