@@ -20,6 +20,10 @@ DEFAULT_HOST_BYTES = 1 << 30
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SCHEMES = ("tcp://", "ipc://")
 _SNAPSHOT_DIALECTS = " or ".join(name for name, dialect in DIALECTS.items() if dialect.publisher_id)
+MAX_INT32 = (1 << 31) - 1
+MAX_TOPIC_BYTES = 512
+"""A subscription is at most 1 KiB."""
+MIN_HEARTBEAT_S = 0.01
 
 
 def default_engine_socket() -> str:
@@ -50,7 +54,7 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         _expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
-        _expect(self.dp_rank >= 0, "dp_rank", "0 or a positive whole number")
+        _expect(0 <= self.dp_rank <= MAX_INT32, "dp_rank", f"a whole number from 0 to {MAX_INT32}")
         takes_id = self.snapshot is None or DIALECTS[self.dialect].publisher_id
         _expect(takes_id, "snapshot", f"dialect {_SNAPSHOT_DIALECTS}, not {self.dialect}, or no snapshot endpoint")
 
@@ -97,11 +101,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._check_tier()
         for setting in ("retained_batches", "retained_bytes", "send_high_water_mark"):
             _expect(getattr(self, setting) > 0, setting, "a positive whole number")
-        _expect(0 <= self.heartbeat_s <= 3600, "heartbeat_s", "seconds up to 3600; 0 is off")
+        beats = self.heartbeat_s == 0 or MIN_HEARTBEAT_S <= self.heartbeat_s <= 3600
+        _expect(beats, "heartbeat_s", f"seconds from {MIN_HEARTBEAT_S} to 3600; 0 is off")
+        _expect(self.send_high_water_mark <= MAX_INT32, "send_high_water_mark", f"at most {MAX_INT32}")
         _expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
         _expect(self.log_level in LOG_LEVELS, "log_level", f"one of {', '.join(LOG_LEVELS)}")
-        _expect("\0" not in self.engine_socket and self.engine_socket != "", "engine_socket", "a path")
+        _expect(_is_path(self.engine_socket), "engine_socket", "a path")
         _expect(len(os.fsencode(self.engine_socket)) < 108, "engine_socket", "a path of at most 107 bytes")
+        _expect(self.state_dir is None or _is_path(self.state_dir), "state_dir", "a directory")
+        for output in self.event_outputs:
+            topic_bytes = len(output.topic.encode(errors="replace"))
+            fits = _is_text(output.topic) and topic_bytes <= MAX_TOPIC_BYTES
+            _expect(fits, "topic", f"at most {MAX_TOPIC_BYTES} bytes of UTF-8")
         for name, endpoint in self._named_endpoints():
             self._check_endpoint(name, endpoint)
         self._check_overlaps()
@@ -133,7 +144,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for setting in ("disk_bytes", "disk_blocks"):
             _expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
         if self.disk_path is not None:
-            _expect("\0" not in self.disk_path and self.disk_path != "", "disk_path", "a directory")
+            _expect(_is_path(self.disk_path), "disk_path", "a directory")
             _expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
             _expect(not self.host_bytes, "host_bytes", f"0 or nothing {alone}")
             _expect(self.host_blocks is None, "host_blocks", f"nothing {alone}")
@@ -150,9 +161,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_endpoint(self, setting: str, endpoint: str) -> None:
         _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
+        _expect(_is_text(endpoint) and _is_path(endpoint), setting, "an endpoint in UTF-8, without NUL")
         if endpoint.startswith("tcp://"):
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-            _expect(port.isdigit() and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
+            digits = port.isascii() and port.isdigit() and len(port) <= 5
+            _expect(digits and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
             _expect(host != "" and (":" not in host or host[0] == "["), setting, "a host; IPv6 in [brackets]")
         local = self.allow_remote or is_local(endpoint)
         _expect(local, setting, "a loopback address, or --allow-remote: events carry prompt tokens")
@@ -161,6 +174,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def _expect(good: bool, setting: str, expected: str) -> None:
     if not good:
         raise ConfigError(setting, expected)
+
+
+def _is_path(text: str) -> bool:
+    return text != "" and "\0" not in text
+
+
+def _is_text(text: str) -> bool:
+    """False for what came from an argument that is not UTF-8."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
@@ -173,7 +195,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     try:
         return msgspec.convert(settings, ServeConfig)
     except msgspec.ValidationError as error:
-        named = re.search(r"at `\$\.([\w.\[\]]+)`", str(error))
+        named = re.search(r"at `\$\.([^`]+)`", str(error))
         setting = named[1] if named else str(path or "flags")
         raise ConfigError(setting, f"a known setting of the right type ({error})") from error
 

@@ -7,6 +7,9 @@ up the edge. So a receive first tries, and only waits when there is nothing; and
 from __future__ import annotations
 
 import asyncio
+import os
+import socket as unix
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -18,6 +21,7 @@ from kvevents_service.errors import ConfigError
 RECHECK_S = 0.05
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _WILDCARDS = {"*", "0.0.0.0", "[::]"}
+_PATHLESS = {"*", "@"}
 _LOCAL_NAMES = {"localhost": "127.0.0.1"}
 
 
@@ -73,7 +77,8 @@ class Receiver:
         self._ready.set()
 
     async def recv(self) -> list[bytes]:
-        """The next message. Waits as long as it takes."""
+        """The next message. Waits as long as it takes, and one turn of the loop at least: a flood stops nobody."""
+        await asyncio.sleep(0)
         while (frames := self.recv_nowait()) is None:
             self._ready.clear()
             if (frames := self.recv_nowait()) is not None:
@@ -87,11 +92,32 @@ class Receiver:
 def bind(socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
     """Bind and return the endpoint that it became (port 0 resolved). ConfigError names the setting."""
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and path[:1] not in _PATHLESS:
+        is_stale(path, setting)  # ZeroMQ would put its socket in the place of anything
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(setting, f"an endpoint that can be bound, not {endpoint} ({error})") from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def is_stale(path: str, setting: str) -> bool:
+    """Whether a dead process left a socket there. ConfigError if another file is there, or somebody listens."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ConfigError(setting, f"a path that can be bound, not {path} ({error.strerror})") from error
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(setting, f"no other file at {path}")
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        with suppress(ConnectionRefusedError):
+            probe.connect(path)
+            raise ConfigError(setting, f"a path that nobody else listens on, not {path}")
+    return True
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
@@ -127,7 +153,7 @@ def is_local(endpoint: str) -> bool:
 def overlap(endpoint: str, other: str) -> bool:
     """True if both cannot be bound at once: one path, or one port of hosts that may be the same. Port 0 is free."""
     if not (endpoint.startswith("tcp://") and other.startswith("tcp://")):
-        return endpoint == other
+        return endpoint != "ipc://*" and os.path.normpath(endpoint) == os.path.normpath(other)
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     other_host, _, other_port = other.removeprefix("tcp://").rpartition(":")
     if int(port) != int(other_port) or int(port) == 0:

@@ -157,6 +157,10 @@ def test_endpoints_that_differ_are_not(port: str) -> None:
     assert len(load_config(None, {"outputs": outputs}).event_outputs) == 2
 
 
+def test_each_wildcard_is_an_endpoint_of_its_own() -> None:
+    assert ServeConfig(pub="ipc://*", replay="ipc://*").replay == "ipc://*"
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -178,6 +182,19 @@ def test_endpoints_that_differ_are_not(port: str) -> None:
         ({"topic": "{nobody}"}, "topic"),
         ({"heartbeat_s": -1}, "heartbeat_s"),
         ({"heartbeat_s": float("nan")}, "heartbeat_s"),
+        ({"heartbeat_s": 1e-9}, "heartbeat_s"),
+        ({"dp_rank": 1 << 31}, "dp_rank"),
+        ({"send_high_water_mark": 1 << 31}, "send_high_water_mark"),
+        ({"pub": "tcp://127.0.0.1:\u00b2"}, "^pub"),
+        ({"pub": "tcp://127.0.0.1:" + "9" * 5000}, "^pub"),
+        ({"pub": "ipc:///tmp/\udcff"}, "^pub"),
+        ({"pub": "ipc:///tmp/a\0b"}, "^pub"),
+        ({"topic": "\udcff"}, "^topic"),
+        ({"topic": "\u00fc" * 257}, "^topic"),
+        ({"state_dir": ""}, "state_dir"),
+        ({"state_dir": "a\0b"}, "state_dir"),
+        ({"outputs": [{"pub": 1}]}, r"^outputs\[0\].pub"),
+        ({"pub": "ipc:///tmp/x", "replay": "ipc:///tmp//./x"}, "replay"),
     ],
 )
 def test_an_output_that_cannot_work_is_named(settings: dict[str, object], named: str) -> None:

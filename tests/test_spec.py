@@ -127,7 +127,7 @@ def test_the_table_of_error_codes_is_the_source() -> None:
 
 
 def test_the_table_of_bounds_is_the_source() -> None:
-    from kvevents_service.core import groups, journal, replay, tier
+    from kvevents_service.core import groups, journal, offers, replay, tier
     from kvevents_service.service import engines, handshake, replayer, session, sidecar
     from kvevents_service.service import snapshot_endpoint as endpoint
     from kvevents_service.wire import codec, control
@@ -144,6 +144,10 @@ def test_the_table_of_bounds_is_the_source() -> None:
         "ranks of an engine": str(handshake.MAX_RANKS),
         "hash width": f"{sidecar.HASH_BYTES.start} to {sidecar.HASH_BYTES.stop - 1} bytes",
         "blocks waiting to be stored": str(limits.max_pending_blocks),
+        "offers, finished and preempted requests of a step": f"{control.MAX_STEP_ITEMS} each",
+        "adapter's name": f"{offers.MAX_NAME_LETTERS} letters",
+        "extra keys of a block": f"{offers.MAX_KEY_LETTERS} letters and bytes, "
+        f"and {offers.KEY_LETTERS_A_TOKEN} more for each token",
         "leases": str(limits.max_leases),
         "lease": f"{limits.max_lease_s:g} s",
         "wait of a copy for its turn": f"{limits.transfer_deadline_s:g} s",

@@ -27,6 +27,8 @@ MAX_BATCH_TOKENS = 1 << 20
 """About 5 MB of payload."""
 EVENT_WEIGHT = 16
 """What a block costs beside its tokens, if it is an event of its own: no dialect makes a batch too large."""
+NAME_LETTERS = 8
+"""So many letters of an adapter's name weigh as much as a token."""
 
 
 def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announcement, ...]]:
@@ -51,8 +53,12 @@ def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announce
 def _weight(item: Announcement) -> int:
     """Numbers that its events will hold at most, the maps around them included."""
     if isinstance(item, BlockStoreMeta):
-        return len(item.token_ids) // INT32_BYTES + item.blocks * EVENT_WEIGHT
+        return len(item.token_ids) // INT32_BYTES + item.blocks * _event_weight(item)
     return len(item.block_hashes) * EVENT_WEIGHT if isinstance(item, RemovedRun) else 0
+
+
+def _event_weight(item: BlockStoreMeta) -> int:
+    return EVENT_WEIGHT + len(item.lora_name or "") // NAME_LETTERS
 
 
 def _pieces(item: Announcement) -> Iterator[Announcement]:
@@ -60,7 +66,7 @@ def _pieces(item: Announcement) -> Iterator[Announcement]:
     if _weight(item) <= MAX_BATCH_TOKENS:
         yield item
     elif isinstance(item, BlockStoreMeta):
-        step = max(1, MAX_BATCH_TOKENS // (item.block_size + EVENT_WEIGHT))
+        step = max(1, MAX_BATCH_TOKENS // (item.block_size + _event_weight(item)))
         for start in range(0, item.blocks, step):
             yield item.part(start, min(start + step, item.blocks))
     elif isinstance(item, RemovedRun):

@@ -5,9 +5,11 @@ Every block that is not stored is counted under one reason:
     bad_lengths     hashes, tokens, block ids or extra keys do not describe the same number of blocks
     bad_hash        the parent hash is not hash_bytes long
     bad_tokens      a token id is negative
-    bad_lora        the adapter's number is negative or not below 2^63: routers refuse what holds it
-    bad_extra_keys  an extra key is no tuple of scalars and flat tuples of scalars
-    bad_inner       an inner hash lies in no block, is not hash_bytes long, or the group's blocks have none
+    bad_lora        the adapter's number is negative or not below 2^63: routers refuse what holds it; or its name
+                    has more than MAX_NAME_LETTERS
+    bad_extra_keys  an extra key is no tuple of scalars and flat tuples of scalars, or too large
+    bad_inner       an inner hash lies in no block or where another does, is not hash_bytes long, or the group's
+                    blocks have none
     scratch_group   the group is not cacheable
     parent_absent   the block before the run is not in the tier (I6)
     not_a_chain     hashes repeat, or a later block is known where an earlier one is not
@@ -31,6 +33,11 @@ from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 from kvevents_service.wire.packing import INT32_BYTES
 
 MAX_LORA_ID: Final = 1 << 63
+MAX_NAME_LETTERS: Final = 1024
+MAX_KEY_LETTERS: Final = 2048
+KEY_LETTERS_A_TOKEN: Final = 8
+"""Of the extra keys of one block: letters, bytes, and 9 for a number. No snapshot of larger ones could be sent."""
+_NUMBER_LETTERS: Final = 9
 _SCALARS: Final = (str, bytes, int, float)
 DECLINE_REASONS: Final = (
     "bad_lengths",
@@ -64,17 +71,18 @@ def shape_fault(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: in
         return "bad_lengths"
     if offer.inner and not _inner_fits(offer, group, hash_bytes, group.block_size // hash_tokens):
         return "bad_inner"
-    return _value_fault(offer, hash_bytes) or (None if group.cacheable else "scratch_group")
+    return _value_fault(offer, hash_bytes, group.block_size) or (None if group.cacheable else "scratch_group")
 
 
-def _value_fault(offer: Offer, hash_bytes: int) -> str | None:
+def _value_fault(offer: Offer, hash_bytes: int, block_size: int) -> str | None:
     if offer.parent is not None and len(offer.parent) != hash_bytes:
         return "bad_hash"
     if not offer.token_ids[INT32_BYTES - 1 :: INT32_BYTES].isascii():
         return "bad_tokens"
-    if not 0 <= (offer.lora_id or 0) < MAX_LORA_ID:
+    if not 0 <= (offer.lora_id or 0) < MAX_LORA_ID or len(offer.lora_name or "") > MAX_NAME_LETTERS:
         return "bad_lora"
-    return None if all(map(_is_plain_key, offer.extra_keys or ())) else "bad_extra_keys"
+    good = all(_is_plain_key(entry, block_size) for entry in offer.extra_keys or ())
+    return None if good else "bad_extra_keys"
 
 
 def _lengths_fit(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: int) -> bool:
@@ -90,23 +98,36 @@ def _lengths_fit(offer: Offer, group: GroupSpec, hash_bytes: int, hash_tokens: i
 
 
 def _inner_fits(offer: Offer, group: GroupSpec, hash_bytes: int, units: int) -> bool:
-    """Every inner hash lies inside a block that has such. A state block has but one name: it can only be a tail."""
+    """Every inner hash has a place of its own, inside a block that has such.
+
+    A state block has but one name: it can only be a tail.
+    """
+    names = offer.inner or ()
     blocks = len(offer.block_hashes) // hash_bytes if group.kind in PREFIX_KINDS else 0
     tail = tail_of(offer, hash_bytes) if group.kind in FINE_KINDS else None
-    return all(
+    return len({(name.block, name.units) for name in names}) == len(names) and all(
         (0 <= name.block < blocks or name is tail)
         and 0 < name.units < units
         and len(name.block_hash) == hash_bytes
         and (name.parent is None) == (offer.parent is None and name.block == 0 and name.units == 1)
         and len(name.parent or name.block_hash) == hash_bytes
-        and _is_plain_key(name.extra_keys)
-        for name in offer.inner or ()
+        and _is_plain_key(name.extra_keys, group.block_size)
+        for name in names
     )
 
 
-def _is_plain_key(entry: object) -> bool:
+def _is_plain_key(entry: object, block_size: int) -> bool:
     """None, or a tuple of scalars and of flat tuples of scalars: what vLLM publishes, and what can be sent on."""
-    return entry is None or (isinstance(entry, tuple) and all(_is_flat(value) for value in entry))
+    if entry is None:
+        return True
+    plain = isinstance(entry, tuple) and all(_is_flat(value) for value in entry)
+    return plain and _letters(entry) <= MAX_KEY_LETTERS + KEY_LETTERS_A_TOKEN * block_size
+
+
+def _letters(value: object) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_letters, value))
+    return len(value) if isinstance(value, str | bytes) else _NUMBER_LETTERS
 
 
 def _is_flat(value: object) -> bool:

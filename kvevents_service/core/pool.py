@@ -112,9 +112,9 @@ class BlockPool(SlotTable):
     # store
 
     def is_fresh_chain(self, group: int, hashes: list[bytes]) -> bool:
-        """True if the hashes are distinct and none is indexed: a chain's end behind its known prefix always is."""
-        fresh = set(hashes)
-        return len(fresh) == len(hashes) and self.index[group].keys().isdisjoint(fresh)
+        """True if the hashes are distinct and none is a name: a chain's end behind its known prefix always is."""
+        fresh, named = set(hashes), (self.index[group], self.inner[group])
+        return len(fresh) == len(hashes) and all(names.keys().isdisjoint(fresh) for names in named)
 
     def allocate(self, meta: BlockStoreMeta, hashes: list[bytes], parent: int | None) -> Allocation:
         """Slots for as many leading blocks of a fresh chain as there is room for, evicting where needed.
@@ -142,8 +142,9 @@ class BlockPool(SlotTable):
 
     def add_name(self, slot: int, meta: BlockStoreMeta) -> bool:
         """A prefix ends inside this block. False if another block has the name: it stays that block's."""
-        names, block_hash = self.inner[self._group[slot]], meta.block_hashes
-        if block_hash in names:
+        group, block_hash = self._group[slot], meta.block_hashes
+        names = self.inner[group]
+        if block_hash in names or block_hash in self.index[group]:
             return False
         names[block_hash] = slot
         self._more_names.setdefault(slot, []).append(meta)

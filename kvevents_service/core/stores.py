@@ -140,7 +140,9 @@ class Stores:
             return
         before = offer.block_hashes[-meta.hash_bytes :] or offer.parent
         parent = None if before is None or group.kind not in PREFIX_KINDS else pool.slot_of(group.index, before)
-        if parent is None and before is not None and group.kind in PREFIX_KINDS:
+        if pool.slot_of(group.index, meta.block_hashes) is not None:
+            self._decline(tally, "not_a_chain", 1)
+        elif parent is None and before is not None and group.kind in PREFIX_KINDS:
             self._decline(tally, "parent_absent", 1)
         elif self._over_limit(1):
             self._decline(tally, "backlog", 1)

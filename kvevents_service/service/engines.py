@@ -15,6 +15,7 @@ from kvevents_service.errors import ConfigError, ControlError, WireError
 from kvevents_service.service.handshake import Greeting, check_peer, read_greeting
 from kvevents_service.service.session import EngineSession
 from kvevents_service.service.sidecar import Sidecar
+from kvevents_service.sockets import is_stale
 from kvevents_service.transfer.memory import EngineMemory, attach
 from kvevents_service.wire.control import Error
 from kvevents_service.wire.framing import encode_message
@@ -36,7 +37,8 @@ def listen(path: str) -> socket.socket:
         parent = Path(path).parent
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_directory(parent)
-        _remove_stale(path)
+        if is_stale(path, "engine_socket"):
+            os.unlink(path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(0o177)
         try:
@@ -56,21 +58,6 @@ def _check_directory(directory: Path) -> None:
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if not owned or shared:
         raise ConfigError("engine_socket", f"a directory that only this user can write, not {directory}")
-
-
-def _remove_stale(path: str) -> None:
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError("engine_socket", f"no other file at {path}")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        with contextlib.suppress(ConnectionRefusedError):
-            probe.connect(path)
-            raise ConfigError("engine_socket", f"a path no other sidecar listens on, not {path}")
-    os.unlink(path)
 
 
 class EnginePlane:

@@ -42,6 +42,11 @@ class SequenceStore:
             os.close(self._lock)
             raise ConfigError("state_dir", f"a directory no other sidecar uses, not {directory}") from error
         self.first_seq = self.reserved = self._read()
+        try:
+            self._write(self.first_seq)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError("state_dir", f"a directory that can be written ({error.strerror})") from error
 
     def __repr__(self) -> str:
         return f"<SequenceStore reserved below {self.reserved}>"
@@ -93,7 +98,8 @@ class SequenceStore:
 
 
 def _text_of_ours(path: Path) -> str:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS)) as file:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINKS)
+    with os.fdopen(descriptor, encoding="ascii", errors="replace") as file:
         found = os.fstat(file.fileno())
         _check_ours(found, path)
         if not stat.S_ISREG(found.st_mode):

@@ -41,13 +41,14 @@ class SnapshotEndpoint:
         publisher_id: bytes,
         clock: Callable[[], float],
     ) -> None:
-        self.requests = self.unavailable = 0
+        self.requests = self.answered = self.unavailable = 0
         self._socket = socket
         self._output = output
         self._renderer = renderer
         self._publisher_id = publisher_id
         self._clock = clock
         self._waiting = 0
+        self._turn = asyncio.Lock()
         self._unread: list[zmq.MessageTracker] = []
 
     def __repr__(self) -> str:
@@ -83,10 +84,13 @@ class SnapshotEndpoint:
             self._refuse(identity, delimiter)
             return
         try:
+            async with self._turn:  # one answer a turn of the loop: engines' lookups come in between
+                await asyncio.sleep(0)
             payloads = reply.payloads()
             if payloads is None or sum(map(len, payloads)) > MAX_REPLY_BYTES:
                 self._refuse(identity, delimiter)
             else:
+                self.answered += 1
                 self._send(identity, delimiter, self._output.numbers.outward(reply.end), payloads)
         finally:
             reply.close()
@@ -115,4 +119,8 @@ class SnapshotEndpoint:
             self._unread.append(tracker)
 
     def stats(self) -> dict[str, int]:
-        return {"snapshot_requests": self.requests, "snapshots_unavailable": self.unavailable}
+        return {
+            "snapshot_requests": self.requests,
+            "snapshots_answered": self.answered,
+            "snapshots_unavailable": self.unavailable,
+        }

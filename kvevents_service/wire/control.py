@@ -9,7 +9,7 @@ A newer peer may append elements to a message; an older one ignores them (msgspe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,6 +17,8 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 32 * 1024 * 1024
 MAX_HELLO_BYTES = 1024 * 1024
 LENGTH_BYTES = 4
+MAX_STEP_ITEMS = 65536
+"""Offers of one step, requests that ended in it, and requests preempted in it."""
 
 
 class GroupSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -118,9 +120,9 @@ class Step(msgspec.Struct, array_like=True, tag="step", frozen=True, gc=False):
     """
 
     step_id: int
-    offers: list[Offer]
-    finished: list[str] = []
-    preempted: list[str] = []
+    offers: Annotated[list[Offer], msgspec.Meta(max_length=MAX_STEP_ITEMS)]
+    finished: Annotated[list[str], msgspec.Meta(max_length=MAX_STEP_ITEMS)] = []
+    preempted: Annotated[list[str], msgspec.Meta(max_length=MAX_STEP_ITEMS)] = []
 
 
 class Lookup(msgspec.Struct, array_like=True, tag="lookup", frozen=True, gc=False):

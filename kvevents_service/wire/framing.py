@@ -10,6 +10,16 @@ import msgspec
 from kvevents_service.errors import WireError
 from kvevents_service.wire.control import LENGTH_BYTES, MAX_FRAME_BYTES, ClientMessage, SidecarMessage
 
+
+class _Head(msgspec.Struct, array_like=True):
+    """How a message with an id begins. What follows is skipped, not made into objects."""
+
+    tag: str
+    number: int
+
+
+_TAGS_WITH_ID: Final = ("step", "lookup", "load", "reset", "inspect")
+_HEAD: Final = msgspec.msgpack.Decoder(_Head)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _CLIENT: Final = msgspec.msgpack.Decoder(ClientMessage)
 _SIDECAR: Final = msgspec.msgpack.Decoder(SidecarMessage)
@@ -45,15 +55,10 @@ def _decode(decoder: Any, body: bytes | memoryview) -> Any:
 def peek_id(body: bytes | memoryview) -> int | None:
     """The id of a step, call or load that could not be understood whole, if it can be read: its second element."""
     try:
-        message = msgspec.msgpack.decode(body)
+        head = _HEAD.decode(body)
     except (ValueError, RecursionError, OverflowError, TypeError):
         return None
-    has_id = (
-        isinstance(message, list)
-        and len(message) > 1
-        and message[0] in ("step", "lookup", "load", "reset", "inspect")
-    )
-    return message[1] if has_id and type(message[1]) is int and -(2**63) <= message[1] < 2**63 else None
+    return head.number if head.tag in _TAGS_WITH_ID and -(2**63) <= head.number < 2**63 else None
 
 
 def _what(error: msgspec.ValidationError) -> str:

@@ -261,6 +261,13 @@ def test_batches_are_split_before_any_dialect_is_known() -> None:
     assert list(in_batches(said)) == [said]
 
 
+def test_an_adapters_name_is_weighed_with_every_event_that_says_it() -> None:
+    block = msgspec.structs.replace(chain_of().part(0, 1), lora_name="l" * 1024)
+    batches = list(in_batches([block] * 8192))
+    assert len(batches) == 2
+    assert sum(map(len, batches)) == 8192
+
+
 def test_parts_of_a_large_removal_of_inner_hashes_are_of_inner_hashes() -> None:
     names = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS // EVENT_WEIGHT + 1))
     batches = list(in_batches((RemovedRun(MAIN, "GPU", names, inner=True),)))

@@ -131,6 +131,35 @@ def test_a_name_is_given_to_one_block() -> None:
     copies.scheduler.pool.check()
 
 
+def test_an_inner_name_that_is_a_blocks_own_hash_is_not_announced_twice() -> None:
+    copies = InstantCopies(open_tier(WIDE))
+    step(copies, named(WIDE, 4))
+    for path in (PROMPT[:4], (5,) * 4):
+        twice = msgspec.structs.replace(inner_hash(path[:2], WIDE[0]), block_hash=unit_hash(PROMPT[:4]))
+        whole = msgspec.structs.replace(offer(path, [1], 0, WIDE[0]), inner=[twice])
+        step(copies, whole, msgspec.structs.replace(tail_offer(path[:2], 2, WIDE[0]), inner=[twice]))
+    stored = [name for event in events(copies) for name in event.block_hashes]
+    assert len(stored) == len(set(stored)) == 2
+    copies.perform(copies.scheduler.reset(1, Reset(1)))
+    assert sorted(name for event in events(copies) for name in event.block_hashes) == sorted(stored)
+    copies.scheduler.pool.check()
+
+
+def test_a_whole_block_with_the_hash_of_an_inner_name_is_declined() -> None:
+    copies = InstantCopies(open_tier(WIDE))
+    step(copies, named(WIDE, 4, 2))
+    taken = msgspec.structs.replace(offer((5,) * 4, [1], 0, WIDE[0]), block_hashes=unit_hash(PROMPT[:2]))
+    assert step(copies, taken, step_id=2) == [StepDone(2, 0, 0, 1)]
+    assert copies.scheduler.stats()["declined_not_a_chain"] == 1
+
+
+def test_a_place_in_a_block_has_one_inner_name() -> None:
+    copies = InstantCopies(open_tier(WIDE))
+    names = [msgspec.structs.replace(inner_hash(PROMPT[:2], WIDE[0]), block_hash=bytes([n]) * 32) for n in (1, 2)]
+    assert step(copies, msgspec.structs.replace(named(WIDE, 4), inner=names)) == [StepDone(1, 0, 0, 1)]
+    assert copies.scheduler.stats()["declined_bad_inner"] == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -49,6 +49,12 @@ def test_a_good_offer_has_no_fault() -> None:
         ({"lora_id": 2**63 - 1}, None),
         ({"lora_id": 2**63}, "bad_lora"),
         ({"lora_id": -1}, "bad_lora"),
+        ({"lora_name": "l" * 1024}, None),
+        ({"lora_name": "l" * 1025}, "bad_lora"),
+        ({"extra_keys": [("s" * 2000,), None, (b"d" * 1000, ("i" * 1000, 1))]}, None),
+        ({"extra_keys": [("s" * 2100,), None, None]}, "bad_extra_keys"),
+        ({"extra_keys": [None, None, (b"d" * 1050, ("i" * 1050, 1))]}, "bad_extra_keys"),
+        ({"extra_keys": [tuple(range(400)), None, None]}, "bad_extra_keys"),
     ],
 )
 def test_lengths_must_describe_the_same_blocks(fields: dict, fault: str | None) -> None:

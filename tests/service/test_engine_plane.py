@@ -310,7 +310,7 @@ def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
 
 def test_a_socket_that_answers_is_left_alone(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    with listen(path), pytest.raises(ConfigError, match="no other sidecar"):
+    with listen(path), pytest.raises(ConfigError, match="nobody else listens"):
         listen(path)
 
 

@@ -48,10 +48,16 @@ def test_two_processes_never_number_one_stream(tmp_path: Path) -> None:
     store.close(0)
 
 
-@pytest.mark.parametrize("text", ["", "x", "-4", "1.5", str(1 << 62), "9" * 5000])
+@pytest.mark.parametrize("text", ["", "x", "-4", "1.5", str(1 << 62), "9" * 5000, "\u00b2", "\udcff"])
 def test_a_file_that_holds_no_number_is_an_error_not_a_zero(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE_NAME).write_text(text)
+    (tmp_path / FILE_NAME).write_bytes(os.fsencode(text))
     with pytest.raises(ConfigError, match="state_dir"):
+        SequenceStore(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_is_found_at_start(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).with_suffix(".new").mkdir()
+    with pytest.raises(ConfigError, match="state_dir: expected a directory that can be written"):
         SequenceStore(tmp_path)
 
 

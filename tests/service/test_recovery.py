@@ -371,6 +371,19 @@ async def test_a_snapshot_request_is_answered_with_the_state_and_its_number(run)
         assert decode_batch(live).batch.publisher_id == first.publisher_id
 
 
+async def test_answers_that_are_ready_together_go_out_one_a_turn_of_the_loop(run) -> None:
+    async with run(snapshot=LOCAL, heartbeat_s=0.0) as service:
+        Tier(service, 10_000).store(0)
+        (desk,) = service.events.snapshot_endpoints
+        asking = [asyncio.create_task(request(service.ready.outputs[0].snapshot)) for _ in range(30)]
+        in_one_turn = [0]
+        while (before := desk.answered) < len(asking):
+            await asyncio.sleep(0)
+            in_one_turn.append(desk.answered - before)
+        assert max(in_one_turn) == 1
+        assert {reply.seq for reply in await asyncio.gather(*asking)} == {0}
+
+
 @pytest.mark.parametrize("frames", [[b"snap"], [b""], [b"snapshot", b"more", b""]])
 async def test_another_request_is_unavailable(run, frames: list[bytes]) -> None:
     async with run(snapshot=LOCAL) as service:

@@ -144,5 +144,18 @@ async def test_a_state_that_breaks_off_has_no_end_marker(monkeypatch: pytest.Mon
             assert await answer(receiver) == [7, 8, 9, 104]
 
 
+async def test_a_flood_of_requests_leaves_turns_to_the_rest_of_the_loop() -> None:
+    async with desk() as opened:
+        with opened.client() as socket:
+            for _ in range(900):
+                socket.send_multipart([b"", b"bad"])
+            in_one_turn = [0]
+            async with asyncio.timeout(DEADLINE_S):
+                while (before := opened.replayer.requests) < 900:
+                    await asyncio.sleep(0)
+                    in_one_turn.append(opened.replayer.requests - before)
+            assert max(in_one_turn) == 1
+
+
 async def test_the_end_marker_is_the_one_vllm_sends() -> None:
     assert REPLAY_END == [b"", b"", b"\xff" * 8, b""]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import socket
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -81,6 +82,16 @@ async def test_a_step_that_cannot_be_understood_is_refused_by_its_id(run, engine
 )
 def test_the_id_of_a_broken_message_is_read_where_it_can_be(body: bytes, number: int | None) -> None:
     assert peek_id(body) == number
+
+
+def test_the_id_is_read_without_the_rest() -> None:
+    lists = 1 << 20
+    body = b"\x93\xa4step\x07\xdd" + lists.to_bytes(4, "big") + b"\x90" * lists
+    tracemalloc.start()
+    assert peek_id(body) == 7
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < lists
 
 
 # batches

@@ -1,6 +1,6 @@
 """The messages of the engine protocol: every one survives the wire; what a newer peer appends is ignored."""
 
-from typing import get_args
+from typing import Annotated, get_args, get_origin
 
 import msgspec
 import pytest
@@ -37,6 +37,8 @@ def built(cls: type) -> st.SearchStrategy:
 
 
 def _value(cls: type, name: str, kind: object) -> st.SearchStrategy:
+    if get_origin(kind) is Annotated:
+        return _value(cls, name, get_args(kind)[0])
     if name == "extra_keys":
         return st.one_of(st.none(), KEY if cls is InnerHash else st.lists(KEY))
     if type(None) in get_args(kind) and kind not in FIELDS:

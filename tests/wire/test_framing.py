@@ -108,6 +108,14 @@ def test_random_bytes_in_a_stream_are_frames_or_the_typed_error(data: bytes) -> 
             decode_anything(body)
 
 
+@pytest.mark.parametrize("place", [2, 3, 4])
+def test_a_step_of_more_items_than_a_turn_of_the_loop_can_take_is_refused(place: int) -> None:
+    elements = ["step", 7, [], [], []]
+    elements[place] = [""] * 65537
+    with pytest.raises(WireError, match="length <= 65536"):
+        decode_client(msgspec.msgpack.encode(elements))
+
+
 @pytest.mark.parametrize("depth", [10, 500, 10_000, 1_000_000])
 def test_deep_nesting_is_a_message_or_the_typed_error(depth: int) -> None:
     keys = msgspec.msgpack.encode(["KEY"]).replace(b"\xa3KEY", b"\x91" * depth + b"\x01")
