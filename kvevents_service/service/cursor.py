@@ -47,7 +47,7 @@ class Cursor:
         while left > 0 and self.reply.seq - before < CHUNK and self._room() and not self.over:
             payload = self.reply.payload()
             if payload is None or self._output.numbers.base != self._base:
-                self.over = self._send(REPLAY_END)
+                self.over = self._send(REPLAY_END) or self.over
                 break
             if not isinstance(payload, bytes) or not self._send_payload(payload):
                 break
