@@ -47,11 +47,11 @@ class Cursor:
         before, left = self.reply.seq, CHUNK_BYTES
         while left > 0 and self.reply.seq - before < CHUNK and self._room() and not self.over:
             payload = self.reply.payload()
-            if payload is None and self.reply.broken:
+            if payload is None and self.reply.half_told:
                 self.over = True
                 break
             if payload is None or self._output.numbers.base != self._base:
-                self.over = self._send(REPLAY_END)
+                self.over = self._send(REPLAY_END) or self.over
                 break
             if not isinstance(payload, bytes) or not self._send_payload(payload):
                 break

@@ -1,7 +1,8 @@
 """A replay endpoint, as vLLM speaks it: a DEALER asks for a number, the ROUTER sends that number and all after it.
 
 Every request is answered: a bad one and one that asks for the future get just the end marker. A client that does
-not read delays nobody: it has a cursor of its own, and is dropped at its deadline.
+not read delays nobody: it has a cursor of its own, and is dropped at its deadline. It gets an end marker then, but
+not in the middle of a state, which it would take for the whole.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Replayer:
             await self._deliver(Cursor(self._socket, identity, self._output, reply), deadline)
         except TimeoutError:
             self.dropped_clients += 1
-            if not reply.broken:  # else its reader must not take it for the whole state
+            if not reply.half_told:
                 self._end_now(identity)
         finally:
             reply.close()

@@ -411,3 +411,25 @@ def test_a_failed_snapshot_ends_its_replies_and_serves_nobody_else() -> None:
     assert reply.payload() is None
     assert desk.numbers(0) == list(range(9))
     assert desk.recovery.made == 2
+
+
+def test_a_state_is_half_told_between_its_first_and_its_last_part() -> None:
+    desk = Desk(batches=9, retained=1, limits=LIMITS)
+    pool = BlockPool(10, 1)
+    chain = chain_of(0, 10)
+    pool.commit(pool.allocate(snapshot(chain.offer(range(10)), FULL, "CPU", 32), list(chain.hashes), None).slots)
+    desk.recovery.sources = lambda: [pool]
+    reply = desk.recovery.answer(0, 0)
+    assert reply is not None
+    assert reply.snapshot is not None
+    seen = [reply.half_told]
+    while not reply.snapshot.done:
+        reply.snapshot.render_next()
+    parts = len(reply.snapshot.parts)
+    assert parts > 2
+    for _ in range(parts):
+        reply.advance()
+        seen.append(reply.half_told)
+    assert seen == [False, *[True] * (parts - 1), False]
+    reply.close()
+    assert not reply.half_told

@@ -104,3 +104,14 @@ async def test_a_client_that_has_left_is_over(make: Callable[..., Room]) -> None
             cursor.reply.seq = 0
             cursor.send_some()
             await asyncio.sleep(0.001)
+
+
+async def test_a_client_that_left_before_its_end_marker_is_over(make: Callable[..., Room]) -> None:
+    room = make(0, 1)
+    cursor = await room.cursor()
+    room.client.close(linger=0)
+    async with asyncio.timeout(DEADLINE_S):
+        while not cursor.over:
+            cursor.send_some()
+            await asyncio.sleep(0.01)
+    assert cursor.over

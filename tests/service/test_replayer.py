@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,13 +10,13 @@ import zmq
 
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal
-from kvevents_service.core.replay import WAIT, Recovery, Reply
-from kvevents_service.service import replayer
+from kvevents_service.core.replay import Recovery
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.renderer import Renderer
-from kvevents_service.service.replayer import Replayer
+from kvevents_service.service.replayer import STALL_S, Replayer
 from kvevents_service.sockets import Receiver, bind
+from kvevents_service.testing import ManualClock
 from kvevents_service.wire.frames import REPLAY_END, parse_replay_reply
 
 DEADLINE_S = 20.0
@@ -27,6 +27,7 @@ class Desk:
 
     def __init__(self, context: zmq.Context, first: int, batches: int, high_water_mark: int) -> None:
         self.context = context
+        self.clock = ManualClock()
         self.journal = Journal(first_seq=first)
         for _ in range(batches):
             self.journal.retain(self.journal.append((), 0.0), b"x" * 2000)
@@ -40,7 +41,7 @@ class Desk:
         publisher = Publisher(self.journal, [output], numbers=None, wall_clock=time.time)
         recovery = Recovery(self.journal, [Encoding()], clock=time.monotonic, wall_clock=time.time)
         self.renderer = Renderer(recovery, publisher)
-        self.replayer = Replayer(router, output, self.renderer, clock=time.monotonic)
+        self.replayer = Replayer(router, output, self.renderer, clock=self.clock)
         self.parts = (publisher, self.renderer, self.replayer)
 
     def client(self, kind: int = zmq.DEALER, high_water_mark: int = 1000) -> zmq.Socket:
@@ -66,11 +67,14 @@ async def answer(receiver: Receiver) -> list[int]:
 
 
 @asynccontextmanager
-async def desk(first: int = 0, batches: int = 5, high_water_mark: int = 1000) -> AsyncIterator[Desk]:
+async def desk(
+    first: int = 0, batches: int = 5, high_water_mark: int = 1000, renders: bool = True
+) -> AsyncIterator[Desk]:
     context = zmq.Context()
     try:
         opened = Desk(context, first, batches, high_water_mark)
-        tasks = [asyncio.create_task(part.run()) for part in opened.parts]
+        running = [part for part in opened.parts if renders or part is not opened.renderer]
+        tasks = [asyncio.create_task(part.run()) for part in running]
         try:
             yield opened
         finally:
@@ -131,19 +135,6 @@ async def test_fifty_clients_at_once_all_get_everything() -> None:
         assert answers == [list(range(50))] * 50
 
 
-async def test_a_state_that_breaks_off_has_no_end_marker(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Reply.payload
-    monkeypatch.setattr(Reply, "payload", lambda reply: told(reply) if reply.seq not in range(10, 104) else WAIT)
-    monkeypatch.setattr(replayer, "CLIENT_DEADLINE_S", 2.0)
-    async with desk(first=100) as opened, asyncio.timeout(DEADLINE_S):
-        with opened.client() as socket, Receiver(socket) as receiver:
-            socket.send_multipart([b"", seq(7)])
-            while not opened.replayer.dropped_clients:
-                await asyncio.sleep(0.01)
-            socket.send_multipart([b"", seq(104)])  # its answer comes at once behind the three numbers
-            assert await answer(receiver) == [7, 8, 9, 104]
-
-
 async def test_a_flood_of_requests_leaves_turns_to_the_rest_of_the_loop() -> None:
     async with desk() as opened:
         with opened.client() as socket:
@@ -159,3 +150,27 @@ async def test_a_flood_of_requests_leaves_turns_to_the_rest_of_the_loop() -> Non
 
 async def test_the_end_marker_is_the_one_vllm_sends() -> None:
     assert REPLAY_END == [b"", b"", b"\xff" * 8, b""]
+
+
+async def until(so: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not so():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("half", [True, False])
+async def test_a_client_is_given_up_but_not_told_that_half_a_state_is_all(half: bool) -> None:
+    async with desk(first=100, renders=False) as opened:
+        recovery = opened.renderer.recovery
+        with opened.client() as socket, Receiver(socket) as receiver:
+            socket.send_multipart([b"", seq(7)])
+            await until(lambda: recovery.rendering)
+            if half:  # its first part, and nothing says yet that it is the last
+                recovery.rendering.render_next()
+                assert parse_replay_reply(await asyncio.wait_for(receiver.recv(), DEADLINE_S)).seq == 7
+            opened.clock.advance(STALL_S + 1)
+            await until(lambda: opened.replayer.dropped_clients == 1)
+            if not half:
+                assert await answer(receiver) == []
+            socket.send_multipart([b"", seq(104)])
+            assert await answer(receiver) == [104]
