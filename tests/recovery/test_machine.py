@@ -263,7 +263,7 @@ class Forgetful(Recovering):
 
 
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=250,
     derandomize=True,
     stateful_step_count=50,
     deadline=None,
@@ -275,3 +275,17 @@ SETTINGS = settings(
 @pytest.mark.parametrize("machine", [Recovering, Forgetful])
 def test_every_reader_recovers(machine: type[Recovering]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+def test_a_client_given_up_in_the_middle_of_a_snapshot_recovers() -> None:
+    life = Recovering()
+    before = [(0,) * 7, (4,) + (0,) * 5, (1, 0, 0, 0)]
+    life.begin(shape=Shape(1, 12, 50, 30, 1 << 20, 1, 2), first_seq=1000, before=before)
+    life.join(place=VLLM, batches=100)
+    life.serve(place=0, parts=MANY, turns=2)
+    life.read(place=0, live=0, replies=1, consumed=MANY, passed=False)
+    life.misfortune(fate="hang up", place=0)
+    life.send(most=MANY, losing=0)
+    life.read(place=0, live=MANY, replies=MANY, consumed=MANY, passed=False)
+    life.what_is_known_is_true()
+    life.teardown()
