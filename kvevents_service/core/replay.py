@@ -84,22 +84,17 @@ class Reply:
 
     @property
     def half_told(self) -> bool:
-        """Some of the state is told and some is not: a reader must not take what it has for all of it."""
-        snapshot = self.snapshot
-        if snapshot is None or self.seq == self.first:
-            return False
-        return not snapshot.done or snapshot.failed or self.seq - self.first < len(self._parts(snapshot))
+        """Some of the state is told, and what was told is not yet the state at any number."""
+        return self.snapshot is not None and self.first < self.seq <= self.snapshot.upto
 
     def _of_snapshot(self, snapshot: Snapshot) -> bytes | Wait | None:
-        place, parts = self.seq - self.first, self._parts(snapshot)
+        place = self.seq - self.first
+        parts = self._exact_parts(snapshot) if self._exact and snapshot.done else snapshot.parts
         if place < len(parts) and (snapshot.done or not self._exact):
             return parts[place]
         if not snapshot.done:
             return WAIT
         return snapshot.empty if parts and not snapshot.failed else None
-
-    def _parts(self, snapshot: Snapshot) -> list[bytes]:
-        return self._exact_parts(snapshot) if self._exact and snapshot.done else snapshot.parts
 
     def _exact_parts(self, snapshot: Snapshot) -> list[bytes]:
         """The whole state at once; one too large for that as it is, if there are numbers enough; else none."""

@@ -185,8 +185,12 @@ class Sequencer:
         return self._stop(self._live_below(), broken=self._filling or self._partial)
 
     def snapshot(self, snapshot: Snapshot) -> list[Step]:
-        """The answer to an `Ask` from an endpoint for snapshots: the whole state, after which the numbers go on."""
-        self._retire(snapshot.publisher_id)
+        """The answer to an `Ask` from an endpoint for snapshots: the whole state, after which the numbers go on.
+
+        One of another publisher than the last one heard may have been under way since before that: ask again.
+        """
+        if self._retire(snapshot.publisher_id):
+            return [*self._end_old(snapshot.seq), *self._ask(0)]
         while self._held and self._held[0].seq <= snapshot.seq:
             self._unhold()
             self.duplicates += 1

@@ -413,23 +413,16 @@ def test_a_failed_snapshot_ends_its_replies_and_serves_nobody_else() -> None:
     assert desk.recovery.made == 2
 
 
-def test_a_state_is_half_told_between_its_first_and_its_last_part() -> None:
+def test_a_state_is_half_told_until_the_number_at_which_it_was_so() -> None:
     desk = Desk(batches=9, retained=1, limits=LIMITS)
-    pool = BlockPool(10, 1)
-    chain = chain_of(0, 10)
-    pool.commit(pool.allocate(snapshot(chain.offer(range(10)), FULL, "CPU", 32), list(chain.hashes), None).slots)
-    desk.recovery.sources = lambda: [pool]
-    reply = desk.recovery.answer(0, 0)
+    reply = desk.recovery.answer(4, 0)
     assert reply is not None
-    assert reply.snapshot is not None
-    seen = [reply.half_told]
-    while not reply.snapshot.done:
-        reply.snapshot.render_next()
-    parts = len(reply.snapshot.parts)
-    assert parts > 2
-    for _ in range(parts):
+    desk.journal.append((), 1.0)
+    told = {}
+    while reply.seq < 11:
+        told[reply.seq] = reply.half_told
         reply.advance()
-        seen.append(reply.half_told)
-    assert seen == [False, *[True] * (parts - 1), False]
+    assert told == {4: False, 5: True, 6: True, 7: True, 8: True, 9: False, 10: False}
+    reply.seq = 6
     reply.close()
     assert not reply.half_told

@@ -243,6 +243,19 @@ class TestSnapshot:
         assert brief(sequence.snapshot(Snapshot(-1, b"p" * 16, ()))) == [Resync(0, 0)]
         assert live(sequence, 2) == [Ask(0)]
 
+    def test_a_snapshot_of_an_earlier_publisher_is_asked_for_again(self) -> None:
+        """The new one was heard while the answer was under way."""
+        old, new = ModelPublisher(publisher_id=b"a" * 16), ModelPublisher(publisher_id=b"b" * 16)
+        old.publish()
+        sequence = started()
+        assert sequence.live(new.publish()) == []
+        steps = sequence.snapshot(old.snapshot())
+        assert steps[-1] == Ask(0)
+        assert isinstance(steps[-2], Restart)
+        assert isinstance(sequence.snapshot(new.snapshot())[-1], Ask)
+        assert isinstance(sequence.snapshot(new.snapshot())[0], Resync)
+        assert brief(sequence.live(new.publish())) == [1]
+
 
 class TestPublisherId:
     def test_another_one_is_a_restart_at_any_number(self) -> None:

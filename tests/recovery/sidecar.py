@@ -108,12 +108,23 @@ class Client:
 
     def _replay_turn(self) -> None:
         if self._cursor is None:
-            self._reply = self._sidecar.answer(self.request.number, self._output)
+            self._reply = self._answer()
             if self._reply is None:
                 return
             self._cursor = Cursor(self._sidecar.router, self._identity, self._output, self._reply)  # type: ignore[arg-type]
+        assert self._reply is not None
         self._cursor.send_some()
         self.over = self._cursor.over
+        sent = max(self._reply.first, self._sidecar.journal.unsent_from)
+        assert self._reply.seq <= sent, "a number that is not sent yet"
+
+    def _answer(self) -> Reply | None:
+        newest = self._sidecar.journal.next_seq - 1
+        reply = self._sidecar.answer(self.request.number, self._output)
+        if reply is not None and reply.snapshot is not None:
+            start = self._output.numbers.inward(self.request.number)
+            assert reply.first == (start if self._output.exact else max(start, newest - REACH + 1))
+        return reply
 
     def _snapshot_turn(self) -> None:
         if self._sidecar.renderer.is_empty:

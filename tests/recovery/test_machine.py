@@ -39,6 +39,7 @@ from recovery.sidecar import DYNAMO, MODELS, ROUTER, SNAPSHOTS, VLLM, Reservatio
 
 MAX_READERS = 4
 MANY = 1_000
+TURNS = 6
 ROUNDS = 400
 
 branches = st.lists(st.sampled_from([0, 0, 0, 2]), max_size=7)
@@ -111,8 +112,9 @@ class Recovering(RuleBasedStateMachine):
     def serve(self, place: int, parts: int, turns: int) -> None:
         """A snapshot grows, one client gets a part of its answer."""
         self.sidecar.take_requests()
-        for _ in range(min(turns, len(self.sidecar.clients))):
-            self.sidecar.turn(place)
+        for _ in range(min(turns, TURNS)):
+            if self.sidecar.clients:
+                self.sidecar.turn(place)
             self.sidecar.render(parts)
 
     @rule(fate=fates, place=readers)
@@ -263,7 +265,7 @@ class Forgetful(Recovering):
 
 
 SETTINGS = settings(
-    max_examples=200,
+    max_examples=450,
     derandomize=True,
     stateful_step_count=50,
     deadline=None,
@@ -275,3 +277,17 @@ SETTINGS = settings(
 @pytest.mark.parametrize("machine", [Recovering, Forgetful])
 def test_every_reader_recovers(machine: type[Recovering]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+def test_a_client_given_up_in_the_middle_of_a_snapshot_recovers() -> None:
+    life = Recovering()
+    before = [(0,) * 7, (4,) + (0,) * 5, (1, 0, 0, 0)]
+    life.begin(shape=Shape(1, 12, 50, 30, 1 << 20, 1, 2), first_seq=1000, before=before)
+    life.join(place=VLLM, batches=100)
+    life.serve(place=0, parts=MANY, turns=2)
+    life.read(place=0, live=0, replies=1, consumed=MANY, passed=False)
+    life.misfortune(fate="hang up", place=0)
+    life.send(most=MANY, losing=0)
+    life.read(place=0, live=MANY, replies=MANY, consumed=MANY, passed=False)
+    life.what_is_known_is_true()
+    life.teardown()
