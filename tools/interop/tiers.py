@@ -48,7 +48,7 @@ class Tier:
     def store(self, chain: Chain, start: int, stop: int) -> BlockStoreMeta:
         """Blocks [start, stop) of a prompt, those that are not there yet."""
         part = chain.part(start, stop)
-        group = GroupSpec(0, "full_attention", chain.block_size)
+        group = GroupSpec(0, "full_attention", chain.block_size, main=True)
         tokens = pack_int32(part.token_ids)
         meta = BlockStoreMeta(group, self.medium, HASH_BYTES, part.packed, tokens, part.parent, None, None, None)
         self.blocks |= {block_hash: meta.part(i, i + 1) for i, block_hash in enumerate(part.hashes)}
