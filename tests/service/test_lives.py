@@ -154,7 +154,7 @@ async def outlive(machine: Machine, options: tuple[str, ...]) -> list[Item]:
 def test_names_inside_blocks_come_back_in_a_snapshot(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / FILE_NAME).write_text(str(LATE))
-    machine.serve("--state-dir", str(tmp_path / "state"), retained=1)
+    machine.serve("--state-dir", str(tmp_path / "state"), retained=16)
     path: Prompt = (0, 0, 0, 2, 2)
     names = machine.store(path, {1, 3})
     assert len(names) == 5, "two blocks, two names inside them, and the prompt's end"
