@@ -118,6 +118,7 @@ class Sequencer:
         self._filling = False  # the reply under way told a clear: what follows may be a snapshot
         self._partial = False  # one that told a clear broke off, and nothing has made it whole
         self._publisher: bytes | None = None
+        self._proposed: bytes | None = None  # whose snapshot came that is not the publisher's
         self._retired: deque[bytes] = deque(maxlen=RETIRED)
         self._held: deque[LiveFrame] = deque()
         self._held_bytes = 0
@@ -187,14 +188,20 @@ class Sequencer:
     def snapshot(self, snapshot: Snapshot) -> list[Step]:
         """The answer to an `Ask` from an endpoint for snapshots: the whole state, after which the numbers go on.
 
-        One of another publisher than the last one heard may have been under way since before that: ask again.
+        One of another publisher than the last one heard may have been under way since before that. Ask again: who
+        answers the same twice is the one that is there.
         """
-        if self._retire(snapshot.publisher_id):
-            return [*self._end_old(snapshot.seq), *self._ask(0)]
+        steps: list[Step] = []
+        if self._publisher not in (None, snapshot.publisher_id):
+            if self._proposed != snapshot.publisher_id:
+                self._proposed = snapshot.publisher_id
+                return self._ask(0)
+            steps = self._end_old(snapshot.seq)
+        self._retire(snapshot.publisher_id)
         while self._held and self._held[0].seq <= snapshot.seq:
             self._unhold()
             self.duplicates += 1
-        steps: list[Step] = [Resync(self._next, snapshot.seq + 1, self.source)]
+        steps.append(Resync(self._next, snapshot.seq + 1, self.source))
         self._next, self._joining, self.distrusted = snapshot.seq + 1, False, False
         steps += [Deliver(LiveFrame(b"", snapshot.seq, payload), True) for payload in snapshot.payloads]
         self._answered()
@@ -228,7 +235,7 @@ class Sequencer:
         return found is not None and self._retire(found)
 
     def _retire(self, found: bytes) -> bool:
-        known, self._publisher = self._publisher, found
+        known, self._publisher, self._proposed = self._publisher, found, None
         if known is None or known == found:
             return False
         if found in self._retired:

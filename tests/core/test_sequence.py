@@ -249,11 +249,28 @@ class TestSnapshot:
         old.publish()
         sequence = started()
         assert sequence.live(new.publish()) == []
-        steps = sequence.snapshot(old.snapshot())
-        assert steps[-1] == Ask(0)
-        assert isinstance(steps[-2], Restart)
-        assert isinstance(sequence.snapshot(new.snapshot())[-1], Ask)
+        assert sequence.snapshot(old.snapshot()) == [Ask(0)]
         assert isinstance(sequence.snapshot(new.snapshot())[0], Resync)
+        assert brief(sequence.live(new.publish())) == [1]
+
+    def test_one_that_answers_the_same_twice_is_the_one_that_is_there(self) -> None:
+        old, new = ModelPublisher(publisher_id=b"a" * 16), ModelPublisher(publisher_id=b"b" * 16)
+        sequence = started()
+        sequence.live(old.publish())
+        sequence.snapshot(old.snapshot())
+        sequence.refresh()
+        assert sequence.snapshot(new.snapshot()) == [Ask(0)]
+        assert brief(sequence.snapshot(new.snapshot()))[:2] == [Restart(0, -1), Resync(0, 0)]
+        assert brief(sequence.live(new.publish())) == [0]
+        assert sequence.live(old.publish()) == []
+
+    def test_an_answer_of_the_dead_is_forgotten_if_no_other_comes(self) -> None:
+        old, new = ModelPublisher(publisher_id=b"a" * 16), ModelPublisher(publisher_id=b"b" * 16)
+        sequence = started()
+        sequence.live(new.publish())
+        sequence.snapshot(old.snapshot())
+        while sequence.replaying:
+            sequence.give_up()
         assert brief(sequence.live(new.publish())) == [1]
 
 
