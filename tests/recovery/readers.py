@@ -84,7 +84,7 @@ class FeedReader:
             if item is None:
                 return
             self._took(item)
-            if self.sure:
+            if self.sure and self.output != ROUTER:  # an exact reply may be newer than what comes live behind it
                 assert sum((+self.fold.faults).values()) == before, f"{self.fold.faults} by {item}, {self}"
 
     def _took(self, item: Item) -> None:

@@ -215,12 +215,15 @@ class Recovering(RuleBasedStateMachine):
     def flow(self) -> None:
         """Everything arrives and is answered, until nobody waits for anything.
 
-        The least that the settings allow is retained: with less, readers push out what others are to be told.
+        The least that the settings allow is retained: with less, readers push out what others are to be told. A
+        reader holds what comes while it asks: one that drops it asks again, for as long as more comes.
         """
         limits = self.sidecar.journal.limits
         self.sidecar.journal.limits = limits._replace(retained_batches=MIN_RETAINED, retained_bytes=1 << 20)
         for reader in self.readers:
             reader.link.losing = False
+            if isinstance(reader, FeedReader):
+                reader.lane.sequence.limits = HoldLimits()
         for _ in range(ROUNDS):
             self.sidecar.send()
             self.sidecar.take_requests()
