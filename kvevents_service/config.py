@@ -24,8 +24,6 @@ MAX_INT32 = (1 << 31) - 1
 MAX_TOPIC_BYTES = 512
 """A subscription is at most 1 KiB."""
 MIN_HEARTBEAT_S = 0.01
-MIN_RETAINED = 16
-"""With fewer, readers that join together push each other's numbers out, and ask again and again."""
 
 
 def default_engine_socket() -> str:
@@ -101,9 +99,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self._check_tier()
-        for setting in ("retained_bytes", "send_high_water_mark"):
+        for setting in ("retained_batches", "retained_bytes", "send_high_water_mark"):
             _expect(getattr(self, setting) > 0, setting, "a positive whole number")
-        _expect(self.retained_batches >= MIN_RETAINED, "retained_batches", f"a whole number from {MIN_RETAINED} on")
         beats = self.heartbeat_s == 0 or MIN_HEARTBEAT_S <= self.heartbeat_s <= 3600
         _expect(beats, "heartbeat_s", f"seconds from {MIN_HEARTBEAT_S} to 3600; 0 is off")
         _expect(self.send_high_water_mark <= MAX_INT32, "send_high_water_mark", f"at most {MAX_INT32}")

@@ -47,7 +47,6 @@ from kvevents_service.errors import ConfigError
         ({"stop_s": 0}, "stop_s"),
         ({"stop_s": float("nan")}, "stop_s"),
         ({"retained_batches": 0}, "retained_batches"),
-        ({"retained_batches": 15}, "retained_batches"),
         ({"colour": "red"}, "colour"),
     ],
 )

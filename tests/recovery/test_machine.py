@@ -22,7 +22,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvevents_service.config import MIN_RETAINED
 from kvevents_service.core.sequence import HoldLimits
 from kvevents_service.feed import Options
 from recovery.network import Network
@@ -215,11 +214,10 @@ class Recovering(RuleBasedStateMachine):
     def flow(self) -> None:
         """Everything arrives and is answered, until nobody waits for anything.
 
-        The least that the settings allow is retained: with less, readers push out what others are to be told. A
-        reader holds what comes while it asks: one that drops it asks again, for as long as more comes.
+        Some batches are retained: with one or two, readers push out what others are to be told. A reader holds what comes while it asks: one that drops it asks again, for as long as more comes.
         """
         limits = self.sidecar.journal.limits
-        self.sidecar.journal.limits = limits._replace(retained_batches=MIN_RETAINED, retained_bytes=1 << 20)
+        self.sidecar.journal.limits = limits._replace(retained_batches=16, retained_bytes=1 << 20)
         for reader in self.readers:
             reader.link.losing = False
             if isinstance(reader, FeedReader):
