@@ -214,7 +214,8 @@ class Recovering(RuleBasedStateMachine):
     def flow(self) -> None:
         """Everything arrives and is answered, until nobody waits for anything.
 
-        Some batches are retained: with one or two, readers push out what others are to be told. A reader holds what comes while it asks: one that drops it asks again, for as long as more comes.
+        Some batches are retained: with one or two, readers push out what others are to be told. A reader holds what
+        comes while it asks: one that drops it asks again, for as long as more comes.
         """
         limits = self.sidecar.journal.limits
         self.sidecar.journal.limits = limits._replace(retained_batches=16, retained_bytes=1 << 20)
