@@ -98,5 +98,5 @@ class PoolCut(NamedTuple):
             slots[at : at + count] == list(range(first, first + count))
             and self.state[span] == bytes((READY,)) * count
             and all(map(is_, self.metas[span], repeat(meta)))
-            and self.positions[first + count - 1] - self.positions[first] == count - 1
+            and self.positions[span] == array("i", range(self.positions[first], self.positions[first] + count))
         )

@@ -33,7 +33,7 @@ class PlannerCounts(msgspec.Struct):
 
     `skipped`: left over when a request ended. `recovered`: null blocks that the prefix cache still had.
     `undescribed`: near eviction, and the engine has no record of it. `orphans`: near eviction, the parents gone.
-    `dropped_hand_offs`: states handed over too late, or not where a stored block ends.
+    `dropped_hand_offs`: states handed over too late, or not where a hash unit ends.
     """
 
     offered: int = 0

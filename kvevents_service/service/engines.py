@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvevents_service.errors import ConfigError, ControlError, WireError
 from kvevents_service.service.handshake import Greeting, check_peer, read_greeting
+from kvevents_service.service.rarely import is_told
 from kvevents_service.service.session import EngineSession
 from kvevents_service.service.sidecar import Sidecar
 from kvevents_service.sockets import is_stale
@@ -143,7 +144,10 @@ class EnginePlane:
 
     def _turn_away(self, sock: socket.socket, code: str, field: str, expected: str) -> None:
         self.refused += 1
-        log.warning("a peer was turned away: %s: %s: expected %s", code, field, expected)
+        if is_told(self.refused):
+            log.warning(
+                "a peer was turned away (%d so far): %s: %s: expected %s", self.refused, code, field, expected
+            )
         with contextlib.suppress(OSError):
             sock.send(encode_message(Error(None, code, field, expected)))
         sock.close()

@@ -18,6 +18,7 @@ from kvevents_service.core.metadata import Announcement
 from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.outputs import Output
+from kvevents_service.service.rarely import is_told
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,8 @@ class Publisher:
         except WireError as error:  # in_batches leaves room, so a frame of the engine plane cannot hold one
             self.encode_failed += 1
             self.journal.lose(batch.seq)
-            log.error("batch %d cannot be sent: %s", batch.seq, error)
+            if is_told(self.encode_failed):
+                log.error("batch %d cannot be sent (%d so far): %s", batch.seq, self.encode_failed, error)
             return
         self._cover(batch.seq)
         self.journal.retain(batch.seq, *payloads)

@@ -11,6 +11,7 @@ from kvevents_service.core.replay import Recovery, Reply
 from kvevents_service.errors import WireError
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.rarely import is_told
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class Renderer:
             snapshot.render_next()
         except WireError as error:
             self.failed += 1
-            log.error("no snapshot at %d: %s", snapshot.upto, error)
+            if is_told(self.failed):
+                log.error("no snapshot at %d (%d so far): %s", snapshot.upto, self.failed, error)
 
     def stats(self) -> dict[str, int]:
         return {**self.recovery.stats(), "snapshots_failed": self.failed}

@@ -24,6 +24,7 @@ from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import TierSpec
 from kvevents_service.errors import ControlError
 from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.rarely import is_told
 from kvevents_service.service.roster import Engine, Head, Roster, Session
 from kvevents_service.transfer.arena import HostStorage, Storage
 from kvevents_service.transfer.disk import DiskStorage
@@ -73,7 +74,7 @@ class Sidecar:
         self._reports = RankReports()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._copies = 0
+        self._copies = self._failed_copies = 0
         self._bytes_moved = 0
 
     def __repr__(self) -> str:
@@ -223,7 +224,7 @@ class Sidecar:
     ) -> None:
         holder.copies -= 1
         self._copies -= 1
-        good = self._reports.report(future.meta, rank, good=_went_well(future, rank))
+        good = self._reports.report(future.meta, rank, good=self._went_well(future, rank))
         if good is not None:
             engine.copies -= 1
             end = tier.scheduler.complete if good else tier.scheduler.fail
@@ -232,6 +233,17 @@ class Sidecar:
         holder.copy_ended()
         if not self._copies:
             self._idle.set()
+
+    def _went_well(self, future: TransferFuture, rank: int) -> bool:
+        try:
+            future.result()
+        except (CopyFailed, asyncio.CancelledError) as error:
+            self._failed_copies += 1
+            if is_told(self._failed_copies):
+                count, meta = self._failed_copies, future.meta
+                log.warning("%s failed on rank %d (%d copies so far): %s", meta.kind, rank, count, error)
+            return False
+        return True
 
     # time
 
@@ -288,6 +300,7 @@ class Sidecar:
             "sessions": len(self.roster.engines),
             "workers": self.roster.workers,
             "copies": self._copies,
+            "copies_failed": self._failed_copies,
         }
 
     def inspect(self, call_id: int, *, residents: bool) -> Inspected:
@@ -316,12 +329,3 @@ def _head(hello: Hello) -> Head:
     groups = check_groups(hello.groups, hello.hash_tokens)
     unit = hello.hash_tokens or next(group.block_size for group in groups if group.cacheable)
     return Head(hello.namespace, hello.hash_bytes, groups, unit, hello.ranks)
-
-
-def _went_well(future: TransferFuture, rank: int) -> bool:
-    try:
-        future.result()
-    except (CopyFailed, asyncio.CancelledError) as error:
-        log.warning("%s of %d blocks failed on rank %d: %s", future.meta.kind, future.meta.blocks, rank, error)
-        return False
-    return True

@@ -1,11 +1,15 @@
 """A cut is what could be loaded when it was taken, whatever happens to the pool afterwards."""
 
-from hypothesis import given
+from array import array
+
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from core.prompts import FULL, LATENT
+from kvevents_service.core.cut import PoolCut
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.core.pool import BlockPool
+from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.testing import Chain, make_chain
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.packing import pack_int32
@@ -119,3 +123,19 @@ def test_any_pool_comes_back_whole_and_parents_first(stores: list[tuple[int, int
     for run in runs:
         assert run.parent_block_hash in seen
         seen.update(names([run]))
+
+
+METAS = [meta_of(make_chain(range(start, start + 8), 2)) for start in (0, 50)]
+places = st.tuples(st.sampled_from([0, 0, 0, 1]), st.integers(0, 3), st.sampled_from([READY] * 5 + [PENDING]))
+
+
+@given(st.lists(places, max_size=12))
+@example([(0, 0, READY), (0, 1, PENDING), (0, 2, READY), (0, 3, READY)])
+@example([(0, 0, READY), (1, 1, READY), (0, 2, READY), (0, 3, READY)])
+@example([(0, 0, READY), (0, 1, READY), (0, 2, READY), (0, 3, READY)])
+def test_every_slot_is_read_for_itself_whatever_lies_beside_it(columns: list[tuple[int, int, int]]) -> None:
+    metas = [METAS[which] for which, _, _ in columns]
+    positions = array("i", [position for _, position, _ in columns])
+    cut = PoolCut([[*range(len(columns))]], [[]], {}, bytes(state for _, _, state in columns), [*metas], positions)
+    wanted = [METAS[which].hash_at(position) for which, position, state in columns if state == READY]
+    assert names(list(cut.runs())) == wanted

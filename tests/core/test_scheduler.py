@@ -650,3 +650,17 @@ def test_repr_tells_the_live_state() -> None:
     copies = HeldCopies(open_tier())
     store(copies, ABCD)
     assert repr(copies.scheduler) == "<OffloadScheduler <BlockPool 4/4 indexed, 0 free> stores=1 loads=0>"
+
+
+def test_a_parents_hash_is_kept_once() -> None:
+    """The offer's own object would cost as much again for every block that is stored alone."""
+    copies = InstantCopies(open_tier())
+    store(copies, ABCD.part(0, 1))
+    store(copies, ABCD.part(1, 2)._replace(parent=bytes(bytearray(ABCD.hashes[0]))), step_id=2)
+    pool = copies.scheduler.pool
+    child, parent = (pool.slot_of(0, name) for name in (ABCD.hashes[1], ABCD.hashes[0]))
+    assert child is not None
+    assert parent is not None
+    meta = pool.meta_of(child)
+    assert meta is not None
+    assert meta.parent_block_hash is pool.hash_of(parent)
