@@ -18,7 +18,7 @@ from kvevents_service.wire.dialects import VLLM, Dialect, Groups
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents_service.wire.extra_keys import plain_extra_keys
 from kvevents_service.wire.hashes import hash_in, hashes_in
-from kvevents_service.wire.packing import INT32_BYTES, int32_list, unpack_uint32
+from kvevents_service.wire.packing import INT32_BYTES, int32_list
 from kvevents_service.wire.shapes import shape_of
 from kvevents_service.wire.wide import wide_hashes, wide_tokens
 
@@ -145,7 +145,7 @@ def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str, *, wide:
     return (
         hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes) if hashes is None else hashes,
         None if parent is None else hash_in(dialect.hashes, parent),
-        wide_tokens(meta.token_ids) if wide else _tokens(dialect, meta.token_ids),
+        wide_tokens(meta.token_ids) if wide else int32_list(meta.token_ids),
         meta.block_size,
         meta.lora_id,
         medium,
@@ -156,10 +156,6 @@ def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str, *, wide:
         group.sliding_window if group.kind in WINDOW_KINDS else None,  # a chunk is no window
         LOCAL,
     )
-
-
-def _tokens(dialect: Dialect, packed: bytes) -> list[int]:
-    return unpack_uint32(packed).tolist() if dialect.unsigned_tokens else int32_list(packed)
 
 
 def _removed_values(dialect: Dialect, run: RemovedRun, medium: str) -> tuple[Any, ...]:

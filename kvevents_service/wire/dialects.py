@@ -52,7 +52,6 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     groups: which KV cache groups.
     inner: also the hashes within a block of several hash units.
     plain_extra_keys: extra keys reduced to the shapes that every reader takes.
-    unsigned_tokens: token ids as uint32; what is negative would have the reader refuse the batch.
     publisher_id: a fourth element, where the output has a publisher id.
     contiguous_from_request: its readers take only a replay that starts at the number they asked for.
     """
@@ -70,7 +69,6 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     groups: Groups = Groups.MAIN
     inner: bool = False
     plain_extra_keys: bool = False
-    unsigned_tokens: bool = True
     publisher_id: bool = False
     contiguous_from_request: bool = False
 
@@ -94,7 +92,6 @@ VLLM: Final = Dialect(
     removed_if_set=REMOVED_KEYS[2:],
     groups=Groups.ALL,
     inner=True,
-    unsigned_tokens=False,
     publisher_id=True,
 )
 
@@ -108,7 +105,6 @@ _ALL = (
         removed=REMOVED_KEYS[:3],
         groups=Groups.ALL,
         inner=True,
-        unsigned_tokens=False,
     ),
     Dialect(
         name="dynamo",

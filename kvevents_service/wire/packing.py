@@ -42,16 +42,7 @@ def _pack_many(values: Sequence[int]) -> bytes:
 
 def unpack_int32(packed: bytes) -> array[int]:
     """The values again; ValueError unless the length is a multiple of 4."""
-    return _unpack("i", packed)
-
-
-def unpack_uint32(packed: bytes) -> array[int]:
-    """The same bits as values of 0 to 2^32 - 1."""
-    return _unpack("I", packed)
-
-
-def _unpack(typecode: str, packed: bytes) -> array[int]:
-    values: array[int] = array(typecode, packed)
+    values = array("i", packed)
     if _BIG_ENDIAN:
         values.byteswap()
     return values
