@@ -9,15 +9,24 @@ from typing import Protocol
 
 import torch
 
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, KvEventsError
 from kvevents_service.transfer.copy import load_blocks, store_blocks
 from kvevents_service.transfer.memory import EngineMemory
+
+
+class BlocksLost(KvEventsError):
+    """What was read is not what was stored: the bytes in `slots` are gone for good."""
+
+    def __init__(self, slots: array[int], reason: str) -> None:
+        super().__init__(f"{len(slots)} blocks lost: {reason}")
+        self.slots = slots
 
 
 class Arena(Protocol):
     """Slots of `block_bytes` bytes. `store` and `load` copy pairwise, and may each run in a thread of its own.
 
-    An exception means that the bytes did not come over; what was written to is then worth nothing.
+    An exception means that the bytes did not come over; what was written to is then worth nothing. `BlocksLost`
+    from a load says which slots will never come over again.
     """
 
     block_bytes: int

@@ -7,18 +7,23 @@ Every submit returns a future that carries its `TransferMeta`; it ends with None
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.errors import KvEventsError
-from kvevents_service.transfer.arena import Arena
+from kvevents_service.transfer.arena import Arena, BlocksLost
 from kvevents_service.transfer.memory import EngineMemory
 
 
 class CopyFailed(KvEventsError):
-    """A copy did not bring its bytes over."""
+    """A copy did not bring its bytes over. `lost`: slots whose bytes are gone for good."""
+
+    def __init__(self, message: str, lost: array[int] | None = None) -> None:
+        super().__init__(message)
+        self.lost = array("i") if lost is None else lost
 
 
 class TransferFuture(asyncio.Future[None]):
@@ -87,6 +92,8 @@ class CopyWorker:
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._executor, self._copy, memory, meta.engine_blocks, meta.slots)
+        except BlocksLost as error:
+            raise CopyFailed(str(error), error.slots) from error
         except Exception as error:  # the border of a copy: a worker that ended would hold every later transfer
             raise CopyFailed(f"{type(error).__name__}: {error}") from error
         self.bytes_moved += meta.blocks * self._arena.block_bytes
