@@ -23,7 +23,7 @@ def route(index: PrefixIndex, prompt: dict[str, object]) -> dict[str, object]:
 
 
 async def follow(index: PrefixIndex, sources: list[Source]) -> None:
-    async with Subscriber(sources, stale_after_s=10) as subscriber:
+    async with Subscriber(sources, stale_after_s=10, read_tokens=True) as subscriber:
         async for item in subscriber:
             index.take(item)
 

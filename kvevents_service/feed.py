@@ -38,6 +38,7 @@ class Options(NamedTuple):
     overflow: Literal["wait", "drop"] = "wait"
     stale_after_s: float | None = None
     track: bool = False
+    read_tokens: bool = False
 
 
 class Lane:
@@ -321,7 +322,7 @@ class Feed:
     def _decoded(self, lane: Lane, frame: LiveFrame, replayed: bool) -> Batch | Undecodable:
         topic = frame.topic or lane.origin.topic
         try:
-            batch, skipped = decode_batch(frame.payload)
+            batch, skipped = decode_batch(frame.payload, read_tokens=self.options.read_tokens)
         except WireError as error:
             lane.sequence.distrust()
             return Undecodable(topic, frame.seq, error, lane.origin)

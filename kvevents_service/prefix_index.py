@@ -1,7 +1,7 @@
 """What a small router starts from: how many tokens of a prompt each publisher holds, on each tier.
 
 index = PrefixIndex()
-async with Subscriber(sources, stale_after_s=10) as subscriber:
+async with Subscriber(sources, stale_after_s=10, read_tokens=True) as subscriber:
     async for item in subscriber:
         index.take(item)
 ...

@@ -55,6 +55,9 @@ class Subscriber:
     stale_after_s: a source silent for so long is `Stale`; None: never. Publishers with heartbeats send one every
         few seconds.
     track: keep the fold of each counter, for `state`.
+    read_tokens: every `token_ids` is going to be read. They are lists then, cheaper than to read them later, and a
+        batch with one that is no int is `Undecodable`; else many are `TokenIds`, which cost nothing until they are
+        read, and raise WireError then.
 
     Entering raises ConfigError for an endpoint that cannot be one; a peer that is not there is waited for.
     Iterating ends only after `close`, and raises nothing of its own.
@@ -73,6 +76,7 @@ class Subscriber:
         overflow: Literal["wait", "drop"] = "wait",
         stale_after_s: float | None = None,
         track: bool = False,
+        read_tokens: bool = False,
     ) -> None:
         if overflow not in ("wait", "drop"):
             raise ConfigError("overflow", '"wait" or "drop"')
@@ -88,6 +92,7 @@ class Subscriber:
             overflow,
             stale_after_s,
             track,
+            read_tokens,
         )
         self._wake = asyncio.Event()
         self._feeds = tuple(Feed(one, options, self._wake.set) for one in made)

@@ -56,7 +56,7 @@ def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
     """
     try:
         reply = ask(endpoint, wait)
-        found = Snapshot(reply, [decode_batch(payload).batch for payload in reply.payloads])
+        found = Snapshot(reply, [decode_batch(payload, read_tokens=as_json).batch for payload in reply.payloads])
     except ConfigError as error:
         chat(f"kvevents snapshot: {error}")
         return EXIT_USAGE

@@ -142,7 +142,9 @@ def tail(
     try:
         if endpoint is not None and recording is None:
             # With --wait, the message about a topic that matches nothing names those that there are.
-            subscriber = Subscriber(endpoint, replay=replay, topic=topic, observe_topics=wait is not None)
+            subscriber = Subscriber(
+                endpoint, replay=replay, topic=topic, observe_topics=wait is not None, read_tokens=True
+            )
             return asyncio.run(follow(subscriber, printer, wait))
         if endpoint is None and recording is not None and replay is None and wait is None:
             return read(recording, printer, topic.encode())
@@ -244,7 +246,7 @@ def read_line(line: str, printer: Printer, topic: bytes) -> None:
     if recorded.live is None:
         return printer.replay_end()
     seen, seq, payload = recorded.live
-    decoded = decode_batch(payload)
+    decoded = decode_batch(payload, read_tokens=True)
     if topic in (b"", seen):
         batch = decoded.batch
         printer.batch(Origin(seq, batch.ts, seen, batch.data_parallel_rank), decoded)

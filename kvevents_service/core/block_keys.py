@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Final
 
+from kvevents_service.errors import WireError
 from kvevents_service.wire.packing import pack_int32
+from kvevents_service.wire.tokens import TokenIds
 
 TOKEN_BYTES: Final = 4
 
@@ -13,8 +15,8 @@ TOKEN_BYTES: Final = 4
 def packed(token_ids: Sequence[int]) -> bytes | None:
     """Token ids as bytes, 4 each; None if they are not ints of 32 bits."""
     try:
-        return pack_int32(token_ids)
-    except (OverflowError, TypeError):
+        return pack_int32(token_ids.read() if isinstance(token_ids, TokenIds) else token_ids)
+    except (OverflowError, TypeError, WireError):
         return None
 
 

@@ -31,6 +31,14 @@ def key64(block_hash: BlockHash) -> int:
     return block_hash & _MASK64
 
 
+def keys64(block_hashes: list[BlockHash]) -> list[int]:
+    """The same of many."""
+    try:
+        return [block_hash & _MASK64 for block_hash in block_hashes]  # type: ignore[operator]
+    except TypeError:
+        return [*map(key64, block_hashes)]
+
+
 class Residency:
     """What one publisher's stream says is resident. `faults` counts what a true stream never does.
 
@@ -79,21 +87,22 @@ class Residency:
         chained = not inner and (event.kv_cache_spec_kind is None or event.kv_cache_spec_kind in PREFIX_KINDS)
         if chained and parent is not None and parent not in shelf:
             self.faults["parent_absent"] += 1
-        for block_hash in event.block_hashes:
-            key = key64(block_hash)
-            self.faults["stored_twice"] += key in shelf
-            shelf[key] = parent if chained else None
-            parent = key
-        self.stored += len(event.block_hashes)
+        keys, before = keys64(event.block_hashes), len(shelf)
+        shelf.update(zip(keys, [parent, *keys], strict=False) if chained else dict.fromkeys(keys))
+        twice = len(keys) - (len(shelf) - before)
+        if twice:
+            self.faults["stored_twice"] += twice
+        self.stored += len(keys)
 
     def _remove(self, event: BlockRemoved) -> None:
         shelf = self._shelf(event.medium, event.group_idx)
-        for block_hash in event.block_hashes:
-            if key64(block_hash) in shelf:
-                del shelf[key64(block_hash)]
-                self.removed += 1
-            else:
-                self.faults["removed_unknown"] += 1
+        keys, before = keys64(event.block_hashes), len(shelf)
+        for key in keys:
+            shelf.pop(key, None)
+        removed = before - len(shelf)
+        if removed < len(keys):
+            self.faults["removed_unknown"] += len(keys) - removed
+        self.removed += removed
 
     def _shelf(self, medium: str | None, group: int | None) -> dict[int, int | None]:
         return self.shelves.setdefault(Shelf(canonical_medium(medium), group or 0), {})

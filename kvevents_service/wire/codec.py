@@ -1,24 +1,32 @@
 """Batches of events to bytes and back.
 
 Encoding writes the one layout of vLLM 0.33, byte for byte. Decoding takes every layout in `layouts`: first
-with one typed decoder for the common layout, and only where that refuses, event by event. Error texts name a
-place and a type, never a value: values may be prompt tokens. For the same reason no msgspec error is chained
-to ours.
+with one typed decoder for the common layout, and only where that refuses, event by event. Long arrays of tokens
+are stepped over and read on first use (`tokens.TokenIds`): making their ints is most of the work. Error texts
+name a place and a type, never a value: values may be prompt tokens. For the same reason no msgspec error is
+chained to ours.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple, TypeVar
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from kvevents_service.errors import WireError
-from kvevents_service.wire.events import Event, EventBatch
+from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents_service.wire.layouts import KNOWN, Layout, Outer, OuterMap, layout_of, tolerant
+from kvevents_service.wire.splice import event_count
+from kvevents_service.wire.tokens import TokenIds
 
 MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
 """Largest payload taken or made. Decoded, a byte becomes 78 at worst (one-key maps within extra_keys)."""
+
+LONG_BYTES: Final = 512
+"""Of events that are longer, in the mean of their batch, the tokens are read on first use; of shorter ones the few
+ints cost less than putting them off."""
 
 _MAX_TYPE_CHARS: Final = 64
 _COMPLETE: Final = "one complete MessagePack value, its text UTF-8, not nested too deep"
@@ -28,6 +36,8 @@ _FOREIGN: Final = (ValueError, TypeError, OverflowError, RecursionError)
 _T = TypeVar("_T")
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(EventBatch)
+_TOKENS_AT: Final = BlockStored.__struct_fields__.index("token_ids")
+_Untouched: Final[Any] = tolerant(BlockStored, positional=False, token_ids=msgspec.Raw)
 _checked: Final[dict[type, type[msgspec.Struct]]] = {cls: tolerant(cls, positional=False) for cls in KNOWN.values()}
 
 _PATH: Final = re.compile(r"`\$([^`]*)`\Z")
@@ -62,6 +72,18 @@ class _Header(msgspec.Struct, gc=False):
     publisher_id: bytes | None
 
 
+class _UntouchedBatch(msgspec.Struct, array_like=True, gc=False):
+    """As `EventBatch`."""
+
+    ts: float
+    events: list[_Untouched | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+    publisher_id: bytes | None = None
+
+
+_untouched: Final = msgspec.msgpack.Decoder(_UntouchedBatch)
+
+
 def encode_batch(batch: EventBatch) -> bytes:
     """The payload of a batch: `[ts, events, rank]`, and the publisher id as a fourth element if there is one.
 
@@ -82,18 +104,23 @@ def encode_own(batch: EventBatch) -> bytes:
     return _bounded(_encoder.encode(_elements(batch)))
 
 
-def decode_batch(payload: bytes) -> Decoded:
+def decode_batch(payload: bytes, *, read_tokens: bool = False) -> Decoded:
     """The batch in a payload, in any layout of `layouts`. Unknown keys are ignored, unknown events `Skipped`.
+
+    read_tokens: every token is going to be read, so all are made lists of ints now. Otherwise many `token_ids` are
+    `TokenIds`, and a value among them that is no int is refused when they are read.
 
     Raises WireError, and nothing else, for bytes that are no batch, for a malformed event of a known type,
     for bytes after the batch and for payloads over MAX_PAYLOAD_BYTES.
     """
     _bounded(payload)
     try:
-        return Decoded(_decoder.decode(payload), ())
+        if read_tokens or not _is_long(payload):
+            return Decoded(_decoder.decode(payload), ())
+        return Decoded(_with_tokens(_untouched.decode(payload)), ())
     except _FOREIGN:
         pass  # another layout, or a fault that the slower way can place
-    return _decode_by_event(payload)
+    return _decode_by_event(payload, read_tokens)
 
 
 def _bounded(payload: bytes) -> bytes:
@@ -106,9 +133,20 @@ def _checked_elements(batch: EventBatch) -> list[object]:
     """Structs do not check what they are built from, and the encoder would write a float hash or a None
     token."""
     header = _checked_as(_Header, batch, "")
+    header.events = [_read(event, f"events[{index}]") for index, event in enumerate(header.events)]
     for index, event in enumerate(header.events):
         _check_event(event, f"events[{index}]")
     return _elements(header)
+
+
+def _read(event: object, field: str) -> object:
+    """The event with its tokens as a list."""
+    if not isinstance(event, BlockStored) or not isinstance(event.token_ids, TokenIds):
+        return event
+    try:
+        return msgspec.structs.replace(event, token_ids=event.token_ids.read())
+    except WireError as error:
+        raise WireError(f"{field}.{error.field}", error.expected) from None
 
 
 def _elements(batch: EventBatch | _Header) -> list[object]:
@@ -147,9 +185,26 @@ def _encodes(value: object) -> bool:
     return True
 
 
-def _decode_by_event(payload: bytes) -> Decoded:
+def _is_long(payload: bytes) -> bool:
+    """Whether its events are, on average. Of another layout the answer is of no matter."""
+    return len(payload) > LONG_BYTES and len(payload) > LONG_BYTES * event_count(payload)
+
+
+def _with_tokens(batch: _UntouchedBatch) -> EventBatch:
+    events = [_built(event) if type(event) is _Untouched else event for event in batch.events]
+    return EventBatch(batch.ts, events, batch.data_parallel_rank, batch.publisher_id)
+
+
+def _built(untouched: msgspec.Struct) -> BlockStored:
+    """ValueError for tokens that need a closer look."""
+    values = list(msgspec.structs.astuple(untouched))
+    values[_TOKENS_AT] = TokenIds(values[_TOKENS_AT])
+    return BlockStored(*values)
+
+
+def _decode_by_event(payload: bytes, read_tokens: bool) -> Decoded:
     outer = _outer(payload)
-    results = [_event(raw, index) for index, raw in enumerate(outer.events)]
+    results = [_event(raw, index, read_tokens) for index, raw in enumerate(outer.events)]
     events = [result for result in results if not isinstance(result, Skipped)]
     skipped = tuple(result for result in results if isinstance(result, Skipped))
     return Decoded(EventBatch(outer.ts, events, outer.data_parallel_rank, outer.publisher_id), skipped)
@@ -166,9 +221,12 @@ def _outer(payload: bytes) -> Outer | OuterMap:
     return outer
 
 
-def _event(raw: msgspec.Raw, index: int) -> Event | Skipped:
-    field = f"events[{index}]"
-    layout = layout_of(memoryview(raw)[0], field)
+def _event(raw: msgspec.Raw, index: int, read_tokens: bool) -> Event | Skipped:
+    field, data = f"events[{index}]", memoryview(raw)
+    layout = layout_of(data[0], field)
+    if not read_tokens and len(data) > LONG_BYTES:
+        with suppress(*_FOREIGN):
+            return _built(layout.untouched.decode(raw))
     try:
         loose = layout.event.decode(raw)
     except _FOREIGN as error:

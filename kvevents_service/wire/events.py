@@ -8,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -26,7 +27,7 @@ class BlockStored(_Event, frozen=True):
 
     block_hashes: n hashes, in prompt order.
     parent_block_hash: the block before the first one; None at the start of a prompt.
-    token_ids: the n * block_size tokens of the blocks.
+    token_ids: the n * block_size tokens of the blocks. A list; many that came off the wire are `tokens.TokenIds`.
     block_size: tokens in one block.
     lora_id, lora_name: the adapter the blocks were computed with (lora_id is obsolete); None: the base model.
     medium: where the bytes are; None means GPU (see `media.canonical_medium`).
@@ -43,7 +44,7 @@ class BlockStored(_Event, frozen=True):
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_size: int
     lora_id: int | None
     medium: str | None

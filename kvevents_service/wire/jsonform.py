@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from kvevents_service.wire.events import BlockHash, Event
+from kvevents_service.wire.tokens import TokenIds
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -30,7 +31,8 @@ def event_to_json(event: Event, *, tokens: bool) -> dict[str, Json]:
 
     tokens: with True `token_ids` (and `lookahead_token_ids`) as they are; else `token_count`, how many
     token_ids there are, and no token at all. extra_keys become plain: bytes hex, NaN and infinities strings,
-    what is nested over 32 levels the text `TOO_DEEP`. Any JSON encoder takes the result. Raises nothing.
+    what is nested over 32 levels the text `TOO_DEEP`. Any JSON encoder takes the result. Raises nothing, but with
+    True what reading `TokenIds` raises.
     """
     plain: dict[str, Json] = {"type": type(event).__name__}
     for name in event.__struct_fields__:
@@ -46,7 +48,7 @@ def _required(event: Event) -> tuple[str, ...]:
 
 
 def _field(name: str, value: object, tokens: bool) -> dict[str, Json]:
-    if name == "token_ids" and not tokens and isinstance(value, list):
+    if name == "token_ids" and not tokens and isinstance(value, list | TokenIds):
         return {"token_count": len(value)}
     if name == "lookahead_token_ids" and not tokens:
         return {}
@@ -59,7 +61,7 @@ def _field(name: str, value: object, tokens: bool) -> dict[str, Json]:
 
 def to_plain(value: object, depth: int = 0) -> Json:
     """Any MessagePack value as JSON: map keys become text, extension types `{"ext": code, "hex": data}`."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | TokenIds):
         return TOO_DEEP if depth >= _MAX_DEPTH else [to_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
         return TOO_DEEP if depth >= _MAX_DEPTH else _plain_map(value, depth + 1)

@@ -51,11 +51,13 @@ class TagFirst(msgspec.Struct, array_like=True, gc=False):
 
 
 class Layout(NamedTuple):
-    """How to read a batch (`outer`), an event (`event`), its type (`tag`), one with token pairs (`pairs`)."""
+    """How to read a batch (`outer`), an event (`event`; `untouched`: its tokens not looked into), its type (`tag`),
+    one with token pairs (`pairs`)."""
 
     positional: bool
     outer: msgspec.msgpack.Decoder[Any]
     event: msgspec.msgpack.Decoder[Any]
+    untouched: msgspec.msgpack.Decoder[Any]
     tag: msgspec.msgpack.Decoder[Any]
     pairs: msgspec.msgpack.Decoder[Any]
 
@@ -87,11 +89,13 @@ def _optional(cls: type[Event]) -> set[str]:
 
 def _layout(positional: bool) -> Layout:
     events = [tolerant(cls, positional=positional) for cls in KNOWN.values()]
+    untouched = tolerant(BlockStored, positional=positional, token_ids=msgspec.Raw)
     pairs = tolerant(BlockStored, positional=positional, token_ids=list[tuple[int, int]])
     return Layout(
         positional,
         msgspec.msgpack.Decoder(Outer if positional else OuterMap),
         msgspec.msgpack.Decoder(Union[tuple(events)]),  # noqa: UP007 - built from a list
+        msgspec.msgpack.Decoder(untouched),
         msgspec.msgpack.Decoder(TagFirst if positional else Tag),
         msgspec.msgpack.Decoder(pairs),
     )

@@ -27,6 +27,11 @@ def spliced(empty: bytes, payloads: Sequence[bytes]) -> bytes:
     return b"".join([empty[:_EVENTS_AT], _LARGE, total.to_bytes(4, "big"), *bodies, empty[_EVENTS_AT + 1 :]])
 
 
+def event_count(payload: bytes) -> int:
+    """How many events a payload has, if it is one of those."""
+    return _events_of(payload)[0] if len(payload) > _EVENTS_AT else 0
+
+
 def _events_of(payload: bytes) -> tuple[int, int]:
     """How many events, and where the first one is."""
     first = payload[_EVENTS_AT]
