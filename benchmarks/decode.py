@@ -4,8 +4,8 @@ Ours is `decode_batch` on one event of 64 hashes, as our publisher sends it, for
 tokens are stepped over, their ints are never made. `with_tokens` is for one that reads every token
 (`read_tokens=True`), `tokens_later` for one that did not say so and reads them all the same. Peer: vLLM's event
 types on 64 events of one hash, as its scheduler emits them; they make all ints. Extra: our decoder on that layout,
-and the whole of a `Subscriber` in a process of its own (ZeroMQ, order, decoding, `track` on and off), fed as fast as
-it takes.
+and the whole of a `Subscriber` in a process of its own (ZeroMQ, order, decoding, `track` on and off), fed as fast
+as it takes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ every dialect, and a batch of which a dialect lets nothing through is an empty o
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,9 @@ from kvevents_service.wire.hashes import hash_in, hashes_in
 from kvevents_service.wire.packing import INT32_BYTES, int32_list
 from kvevents_service.wire.shapes import shape_of
 from kvevents_service.wire.wide import wide_hashes, wide_tokens
+
+Arrays: TypeAlias = tuple[Any, Any]
+"""The hashes and the tokens of a store, as lists or encoded."""
 
 LOCAL = "LOCAL"
 MAX_BATCH_TOKENS = 1 << 20
@@ -89,7 +92,8 @@ def encode(
     wide: stores in the faster, longer form of `wire.wide`.
     Raises WireError if it is too big, and nothing else for announcements made of messages that engines sent.
     """
-    events = [event for item in announcements for event in _events(dialect, item, wide=wide)]
+    arrays = _wide_arrays(dialect, announcements) if wide and not dialect.one_hash else None
+    events = [event for item in announcements for event in _events(dialect, item, arrays)]
     sender = publisher_id if dialect.publisher_id else None
     return encode_own(EventBatch(ts, events, dp_rank, sender))  # type: ignore[arg-type]
 
@@ -108,7 +112,7 @@ def to_event(announcement: Announcement) -> Event:
 
 def stored_event(meta: BlockStoreMeta) -> BlockStored:
     """The announcement of a run, in vLLM 0.33's terms: one event, many hashes."""
-    return BlockStored(*_stored_values(VLLM, meta, meta.medium))
+    return BlockStored(*_stored_values(VLLM, meta, meta.medium, *_lists(VLLM, meta)))
 
 
 def removed_event(run: RemovedRun) -> BlockRemoved:
@@ -116,8 +120,9 @@ def removed_event(run: RemovedRun) -> BlockRemoved:
     return BlockRemoved(*_removed_values(VLLM, run, run.medium))
 
 
-def _events(dialect: Dialect, item: Announcement, *, wide: bool) -> Iterable[msgspec.Struct]:
-    """What a dialect says of one announcement: one event, one for each block, or none."""
+def _events(dialect: Dialect, item: Announcement, arrays: Iterator[Arrays] | None) -> Iterable[msgspec.Struct]:
+    """What a dialect says of one announcement: one event, one for each block, or none. arrays: of each store in
+    turn, if they are made already."""
     shape = shape_of(dialect)
     if not isinstance(item, BlockStoreMeta | RemovedRun):
         return (shape.cleared,)
@@ -125,7 +130,7 @@ def _events(dialect: Dialect, item: Announcement, *, wide: bool) -> Iterable[msg
     if medium is None:
         return ()
     if isinstance(item, BlockStoreMeta):
-        stored = _stored_values(dialect, item, medium, wide=wide and not dialect.one_hash)
+        stored = _stored_values(dialect, item, medium, *(_lists(dialect, item) if arrays is None else next(arrays)))
         return map(shape.stored, _stored_one_by_one(stored)) if dialect.one_hash else (shape.stored(stored),)
     removed = _removed_values(dialect, item, medium)
     return map(shape.removed, _removed_one_by_one(removed)) if dialect.one_hash else (shape.removed(removed),)
@@ -138,14 +143,31 @@ def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | N
     return dialect.medium(item.medium)
 
 
-def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str, *, wide: bool = False) -> tuple[Any, ...]:
+def _lists(dialect: Dialect, meta: BlockStoreMeta) -> Arrays:
+    return hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes), int32_list(meta.token_ids)
+
+
+def _wide_arrays(dialect: Dialect, announcements: Sequence[Announcement]) -> Iterator[Arrays]:
+    """Those of every store that is let through, made at once."""
+    stores = [item for item in announcements if isinstance(item, BlockStoreMeta) and _let_through(dialect, item)]
+    packed, sizes = [store.block_hashes for store in stores], {store.hash_bytes for store in stores}
+    hashes: Sequence[object] | None = None
+    if len(sizes) == 1:
+        hashes = wide_hashes(dialect.hashes, packed, sizes.pop())
+    if hashes is None:
+        hashes = [hashes_in(dialect.hashes, store.block_hashes, store.hash_bytes) for store in stores]
+    return zip(hashes, wide_tokens([store.token_ids for store in stores]), strict=True)
+
+
+def _stored_values(
+    dialect: Dialect, meta: BlockStoreMeta, medium: str, hashes: Any, tokens: Any
+) -> tuple[Any, ...]:
     """A value for each of STORED_KEYS."""
     parent, group = meta.parent_block_hash, meta.group
-    hashes = wide_hashes(dialect.hashes, meta.block_hashes, meta.hash_bytes) if wide else None
     return (
-        hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes) if hashes is None else hashes,
+        hashes,
         None if parent is None else hash_in(dialect.hashes, parent),
-        wide_tokens(meta.token_ids) if wide else int32_list(meta.token_ids),
+        tokens,
         meta.block_size,
         meta.lora_id,
         medium,

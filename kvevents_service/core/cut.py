@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import repeat
-from operator import is_
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.core.slots import READY
+
+_LONGEST: Final = 1 << 12
+_COUNTING: Final = array("i", range(_LONGEST))
+_ALL_READY: Final = bytes((READY,)) * _LONGEST
+"""What the columns of a run look like; a longer run is looked at slot by slot."""
 
 
 class Cut(Protocol):
@@ -79,7 +82,7 @@ class PoolCut(NamedTuple):
         first = slots[at]
         meta, start, state = self.metas[first], self.positions[first], self.state[first]
         rest = meta.blocks - start if meta is not None else 1
-        if self._is_whole(slots, at, rest):
+        if meta is not None and self._is_whole(slots[at : at + rest], meta, start, rest):
             return rest
         length = 1
         while length < min(rest, len(slots) - at):
@@ -90,13 +93,13 @@ class PoolCut(NamedTuple):
             length += 1
         return length
 
-    def _is_whole(self, slots: list[int], at: int, count: int) -> bool:
+    def _is_whole(self, slots: list[int], meta: BlockStoreMeta, start: int, count: int) -> bool:
         """The usual case, seen at the speed of comparing columns: the run lies in slots that follow each other."""
-        first = slots[at]
-        span, meta = slice(first, first + count), self.metas[first]
+        span = slice(slots[0], slots[0] + count)
         return (
-            slots[at : at + count] == list(range(first, first + count))
-            and self.state[span] == bytes((READY,)) * count
-            and all(map(is_, self.metas[span], repeat(meta)))
-            and self.positions[span] == array("i", range(self.positions[first], self.positions[first] + count))
+            len(slots) == count
+            and self.metas[span].count(meta) == count
+            and self.state[span] == _ALL_READY[:count]
+            and self.positions[span] == _COUNTING[start : start + count]
+            and slots == list(range(span.start, span.stop))
         )

@@ -36,7 +36,7 @@ class HashForm(Enum):
     NARROW = "low 63, >= 2^32"
 
 
-_SIGNED: Final = frozenset({HashForm.LOW64_SIGNED, HashForm.HIGH64_SIGNED})
+_SIGNED: Final = (HashForm.LOW64_SIGNED, HashForm.HIGH64_SIGNED)  # no set: the hash of an enum is slow
 
 
 def hashes_in(form: HashForm, packed: bytes, hash_bytes: int) -> list[BlockHash]:

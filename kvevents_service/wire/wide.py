@@ -1,52 +1,66 @@
 """MessagePack arrays of integers made straight from packed ones, without a Python object for each value.
 
-Every value of an array is written at one width, that of the widest. That is valid MessagePack, and read by every
-decoder, but longer than the shortest form that other writers choose: it is for much that must be written fast.
+Every value is written at one width, that of the widest. That is valid MessagePack, and read by every decoder, but
+longer than the shortest form that other writers choose: it is for much that must be written fast. Many arrays are
+made in one step: the header of each is written as if it were a value before its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Final
 
 import msgspec
 
+from kvevents_service.wire.columns import fits_16_bits, prefixed
 from kvevents_service.wire.hashes import WORD_BYTES, HashForm
 from kvevents_service.wire.packing import INT32_BYTES
 
-_UINT64: Final = b"\xcf"
-_INT64: Final = b"\xd3"
-_UINT32: Final = b"\xce"
-_UINT16: Final = b"\xcd"
+_UINT64, _INT64, _UINT32, _UINT16 = 0xCF, 0xD3, 0xCE, 0xCD
+_ARRAY32, _ARRAY16 = 0xDD, 0xDC
 _FORMS: Final = {
     HashForm.LOW64: (_UINT64, False),
     HashForm.LOW64_SIGNED: (_INT64, False),
     HashForm.HIGH64_SIGNED: (_INT64, True),
 }
 """How a hash is written, and whether its first word or its last is."""
+_HEAD_AT: Final = 4
+"""Where the five bytes of a header begin in the nine of a value."""
 
 
-def wide_tokens(packed: bytes) -> msgspec.Raw:
-    """Packed little-endian int32 values, none negative, as an array."""
-    low, high = [packed[1::INT32_BYTES], packed[::INT32_BYTES]], [packed[3::INT32_BYTES], packed[2::INT32_BYTES]]
-    used = [column if column.strip(b"\0") else None for column in high]
-    return _array(_UINT32, [*used, *low]) if any(used) else _array(_UINT16, [*low])
+def wide_tokens(runs: Sequence[bytes]) -> list[msgspec.Raw]:
+    """An array for each run of packed little-endian int32 values, none negative, all in the width of the widest."""
+    counts = [len(run) // INT32_BYTES for run in runs]
+    heads = (count.to_bytes(INT32_BYTES, "little") for count in counts)
+    packed = _alternating(heads, runs)
+    narrow = fits_16_bits(packed)  # the counts too
+    code, width, head = (_UINT16, 2, _ARRAY16) if narrow else (_UINT32, 4, _ARRAY32)
+    body = prefixed(code, width, packed, INT32_BYTES, 0, little=True)
+    bounds = _bounds(counts, width + 1)
+    for start in bounds[:-1]:
+        body[start] = head
+    return [msgspec.Raw(body[start:end]) for start, end in pairwise(bounds)]
 
 
-def wide_hashes(form: HashForm, packed: bytes, hash_bytes: int) -> msgspec.Raw | None:
-    """Every hash of n packed digests as an array; None for a form whose values depend on more than some bytes."""
-    if form not in _FORMS:
+def wide_hashes(form: HashForm, runs: Sequence[bytes], hash_bytes: int) -> list[msgspec.Raw] | None:
+    """An array for each run of packed digests; None for a form whose values depend on more than some bytes."""
+    if form not in _FORMS or hash_bytes < WORD_BYTES:
         return None
     code, first_word = _FORMS[form]
-    start = 0 if first_word else hash_bytes - WORD_BYTES
-    return _array(code, [packed[start + place :: hash_bytes] for place in range(WORD_BYTES)])
+    place = 0 if first_word else hash_bytes - WORD_BYTES
+    before, behind = bytes(place), bytes(hash_bytes - WORD_BYTES - place)
+    counts = [len(run) // hash_bytes for run in runs]
+    heads = (before + (_ARRAY32 << 32 | count).to_bytes(WORD_BYTES, "big") + behind for count in counts)
+    body = prefixed(code, WORD_BYTES, _alternating(heads, runs), hash_bytes, place, little=False)
+    bounds = _bounds(counts, WORD_BYTES + 1)
+    return [msgspec.Raw(body[start + _HEAD_AT : end]) for start, end in pairwise(bounds)]
 
 
-def _array(code: bytes, columns: Sequence[bytes | None]) -> msgspec.Raw:
-    """An array of values of one kind, from their first bytes, their second bytes and so on; None: all are 0."""
-    count, width = len(columns[-1] or b""), len(columns) + 1
-    body = bytearray((code + bytes(len(columns))) * count)
-    for place, column in enumerate(columns, 1):
-        if column is not None:
-            body[place::width] = column
-    return msgspec.Raw(b"\xdd" + count.to_bytes(4, "big") + body)
+def _alternating(heads: Iterable[bytes], runs: Sequence[bytes]) -> bytes:
+    return b"".join(chain.from_iterable(zip(heads, runs, strict=True)))
+
+
+def _bounds(counts: Sequence[int], width: int) -> list[int]:
+    """Where each array begins, and where the last one ends."""
+    return [*accumulate(((count + 1) * width for count in counts), initial=0)]
