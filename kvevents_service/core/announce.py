@@ -13,6 +13,7 @@ import msgspec
 
 from kvevents_service.core.groups import WINDOW_KINDS
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
+from kvevents_service.core.rows import head_of, rows_of
 from kvevents_service.wire.codec import encode_own
 from kvevents_service.wire.dialects import VLLM, Dialect, Groups
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
@@ -89,11 +90,13 @@ def encode(
 ) -> bytes:
     """The payload of one batch in a dialect. The publisher id goes only into dialects that have a place for it.
 
-    wide: stores in the faster, longer form of `wire.wide`.
+    wide: as a state is told: stores that continue each other as one, in the faster, longer form of `wire.wide`.
     Raises WireError if it is too big, and nothing else for announcements made of messages that engines sent.
     """
-    arrays = _wide_arrays(dialect, announcements) if wide and not dialect.one_hash else None
-    events = [event for item in announcements for event in _events(dialect, item, arrays)]
+    if wide and not dialect.one_hash:
+        events = _wide_events(dialect, announcements)
+    else:
+        events = [event for item in announcements for event in _events(dialect, item)]
     sender = publisher_id if dialect.publisher_id else None
     return encode_own(EventBatch(ts, events, dp_rank, sender))  # type: ignore[arg-type]
 
@@ -120,7 +123,9 @@ def removed_event(run: RemovedRun) -> BlockRemoved:
     return BlockRemoved(*_removed_values(VLLM, run, run.medium))
 
 
-def _events(dialect: Dialect, item: Announcement, arrays: Iterator[Arrays] | None) -> Iterable[msgspec.Struct]:
+def _events(
+    dialect: Dialect, item: Announcement, arrays: Iterator[Arrays] | None = None
+) -> Iterable[msgspec.Struct]:
     """What a dialect says of one announcement: one event, one for each block, or none. arrays: of each store in
     turn, if they are made already."""
     shape = shape_of(dialect)
@@ -147,16 +152,26 @@ def _lists(dialect: Dialect, meta: BlockStoreMeta) -> Arrays:
     return hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes), int32_list(meta.token_ids)
 
 
-def _wide_arrays(dialect: Dialect, announcements: Sequence[Announcement]) -> Iterator[Arrays]:
-    """Those of every store that is let through, made at once."""
-    stores = [item for item in announcements if isinstance(item, BlockStoreMeta) and _let_through(dialect, item)]
-    packed, sizes = [store.block_hashes for store in stores], {store.hash_bytes for store in stores}
-    hashes: Sequence[object] | None = None
-    if len(sizes) == 1:
-        hashes = wide_hashes(dialect.hashes, packed, sizes.pop())
-    if hashes is None:
-        hashes = [hashes_in(dialect.hashes, store.block_hashes, store.hash_bytes) for store in stores]
-    return zip(hashes, wide_tokens([store.token_ids for store in stores]), strict=True)
+def _wide_events(dialect: Dialect, announcements: Sequence[Announcement]) -> list[msgspec.Struct]:
+    """As `_events` of each, but a row of runs is one event, and the arrays of all are made at once."""
+    rows = [*rows_of(announcements)]
+    stores = [row for row in map(_stores, rows) if row and _let_through(dialect, row[0])]
+    tokens = wide_tokens([[run.token_ids for run in row] for row in stores])
+    arrays = zip(_wide_hashes(dialect, stores), tokens, strict=True)
+    return [event for row in rows for event in _events(dialect, head_of(row), arrays)]
+
+
+def _stores(row: list[Announcement]) -> list[BlockStoreMeta]:
+    return [item for item in row if isinstance(item, BlockStoreMeta)]
+
+
+def _wide_hashes(dialect: Dialect, rows: list[list[BlockStoreMeta]]) -> Sequence[object]:
+    packed, sizes = [[run.block_hashes for run in row] for row in rows], {row[0].hash_bytes for row in rows}
+    made = wide_hashes(dialect.hashes, packed, sizes.pop()) if len(sizes) == 1 else None
+    if made is not None:
+        return made
+    joined = map(b"".join, packed)
+    return [hashes_in(dialect.hashes, hashes, row[0].hash_bytes) for hashes, row in zip(joined, rows, strict=True)]
 
 
 def _stored_values(

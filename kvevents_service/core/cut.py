@@ -72,26 +72,25 @@ class PoolCut(NamedTuple):
         at = 0
         while at < len(slots):
             meta, start = self.metas[slots[at]], self.positions[slots[at]]
-            length = self._length(slots, at)
-            if meta is not None and self.state[slots[at]] == READY:
-                yield meta.part(start, start + length)
+            length = 1
+            if meta is not None:
+                rest = meta.blocks - start
+                whole = self._is_whole(slots[at : at + rest], meta, start, rest)
+                length = rest if whole else self._length(slots[at : at + rest], meta, start)
+                if whole and start == 0:
+                    yield meta
+                elif whole or self.state[slots[at]] == READY:
+                    yield meta.part(start, start + length)
             at += length
 
-    def _length(self, slots: list[int], at: int) -> int:
-        """How many slots from here on are alike: all READY, consecutive blocks of one snapshot. At least 1."""
-        first = slots[at]
-        meta, start, state = self.metas[first], self.positions[first], self.state[first]
-        rest = meta.blocks - start if meta is not None else 1
-        if meta is not None and self._is_whole(slots[at : at + rest], meta, start, rest):
-            return rest
-        length = 1
-        while length < min(rest, len(slots) - at):
-            slot = slots[at + length]
+    def _length(self, slots: list[int], meta: BlockStoreMeta, start: int) -> int:
+        """How many of these are alike: all READY or none, consecutive blocks of the snapshot. At least 1."""
+        state = self.state[slots[0]]
+        for length, slot in enumerate(slots):
             alike = self.metas[slot] is meta and self.positions[slot] == start + length
             if not alike or self.state[slot] != state:
-                break
-            length += 1
-        return length
+                return length
+        return len(slots)
 
     def _is_whole(self, slots: list[int], meta: BlockStoreMeta, start: int, count: int) -> bool:
         """The usual case, seen at the speed of comparing columns: the run lies in slots that follow each other."""

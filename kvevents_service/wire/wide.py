@@ -29,11 +29,15 @@ _HEAD_AT: Final = 4
 """Where the five bytes of a header begin in the nine of a value."""
 
 
-def wide_tokens(runs: Sequence[bytes]) -> list[msgspec.Raw]:
-    """An array for each run of packed little-endian int32 values, none negative, all in the width of the widest."""
-    counts = [len(run) // INT32_BYTES for run in runs]
+Rows = Sequence[Sequence[bytes]]
+"""For each array to make its packed values, in pieces."""
+
+
+def wide_tokens(rows: Rows) -> list[msgspec.Raw]:
+    """Arrays of packed little-endian int32 values, none negative, all in the width of the widest."""
+    counts = [sum(map(len, row)) // INT32_BYTES for row in rows]
     heads = (count.to_bytes(INT32_BYTES, "little") for count in counts)
-    packed = _alternating(heads, runs)
+    packed = _with_heads(heads, rows)
     narrow = fits_16_bits(packed)  # the counts too
     code, width, head = (_UINT16, 2, _ARRAY16) if narrow else (_UINT32, 4, _ARRAY32)
     body = prefixed(code, width, packed, INT32_BYTES, 0, little=True)
@@ -43,22 +47,22 @@ def wide_tokens(runs: Sequence[bytes]) -> list[msgspec.Raw]:
     return [msgspec.Raw(body[start:end]) for start, end in pairwise(bounds)]
 
 
-def wide_hashes(form: HashForm, runs: Sequence[bytes], hash_bytes: int) -> list[msgspec.Raw] | None:
-    """An array for each run of packed digests; None for a form whose values depend on more than some bytes."""
+def wide_hashes(form: HashForm, rows: Rows, hash_bytes: int) -> list[msgspec.Raw] | None:
+    """Arrays of packed digests; None for a form whose values depend on more than some bytes."""
     if form not in _FORMS or hash_bytes < WORD_BYTES:
         return None
     code, first_word = _FORMS[form]
     place = 0 if first_word else hash_bytes - WORD_BYTES
     before, behind = bytes(place), bytes(hash_bytes - WORD_BYTES - place)
-    counts = [len(run) // hash_bytes for run in runs]
+    counts = [sum(map(len, row)) // hash_bytes for row in rows]
     heads = (before + (_ARRAY32 << 32 | count).to_bytes(WORD_BYTES, "big") + behind for count in counts)
-    body = prefixed(code, WORD_BYTES, _alternating(heads, runs), hash_bytes, place, little=False)
+    body = prefixed(code, WORD_BYTES, _with_heads(heads, rows), hash_bytes, place, little=False)
     bounds = _bounds(counts, WORD_BYTES + 1)
     return [msgspec.Raw(body[start + _HEAD_AT : end]) for start, end in pairwise(bounds)]
 
 
-def _alternating(heads: Iterable[bytes], runs: Sequence[bytes]) -> bytes:
-    return b"".join(chain.from_iterable(zip(heads, runs, strict=True)))
+def _with_heads(heads: Iterable[bytes], rows: Rows) -> bytes:
+    return b"".join(chain.from_iterable((head, *row) for head, row in zip(heads, rows, strict=True)))
 
 
 def _bounds(counts: Sequence[int], width: int) -> list[int]:
