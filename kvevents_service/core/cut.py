@@ -96,8 +96,7 @@ class PoolCut(NamedTuple):
         """The usual case, seen at the speed of comparing columns: the run lies in slots that follow each other."""
         span = slice(slots[0], slots[0] + count)
         return (
-            len(slots) == count
-            and self.metas[span].count(meta) == count
+            self.metas[span].count(meta) == count
             and self.state[span] == _ALL_READY[:count]
             and self.positions[span] == _COUNTING[start : start + count]
             and slots == list(range(span.start, span.stop))

@@ -126,16 +126,35 @@ def test_any_pool_comes_back_whole_and_parents_first(stores: list[tuple[int, int
 
 
 METAS = [meta_of(make_chain(range(start, start + 8), 2)) for start in (0, 50)]
+
+
+def orders(slots: int) -> st.SearchStrategy[list[int]]:
+    """Some of the slots, nearly in order or not at all."""
+    return st.permutations(range(slots)) | st.sets(st.sampled_from(range(max(slots, 1))), max_size=slots).map(
+        sorted
+    )
+
+
 places = st.tuples(st.sampled_from([0, 0, 0, 1]), st.integers(0, 3), st.sampled_from([READY] * 5 + [PENDING]))
 
 
-@given(st.lists(places, max_size=12))
-@example([(0, 0, READY), (0, 1, PENDING), (0, 2, READY), (0, 3, READY)])
-@example([(0, 0, READY), (1, 1, READY), (0, 2, READY), (0, 3, READY)])
-@example([(0, 0, READY), (0, 1, READY), (0, 2, READY), (0, 3, READY)])
-def test_every_slot_is_read_for_itself_whatever_lies_beside_it(columns: list[tuple[int, int, int]]) -> None:
+WHOLE = [(0, 0, READY), (0, 1, READY), (0, 2, READY), (0, 3, READY)]
+
+
+@given(st.lists(places, max_size=12).flatmap(lambda columns: st.tuples(st.just(columns), orders(len(columns)))))
+@example(([(0, 0, READY), (0, 1, PENDING), (0, 2, READY), (0, 3, READY)], [0, 1, 2, 3]))
+@example(([(0, 0, READY), (1, 1, READY), (0, 2, READY), (0, 3, READY)], [0, 1, 2, 3]))
+@example((WHOLE, [0, 1, 2, 3]))
+@example((WHOLE, [0, 2, 1, 3]))
+@example((WHOLE, [1, 2, 3]))
+@example((WHOLE, [0, 1]))
+def test_every_slot_is_read_for_itself_whatever_lies_beside_it(
+    drawn: tuple[list[tuple[int, int, int]], list[int]],
+) -> None:
+    columns, slots = drawn
     metas = [METAS[which] for which, _, _ in columns]
     positions = array("i", [position for _, position, _ in columns])
-    cut = PoolCut([[*range(len(columns))]], [[]], {}, bytes(state for _, _, state in columns), [*metas], positions)
-    wanted = [METAS[which].hash_at(position) for which, position, state in columns if state == READY]
+    cut = PoolCut([slots], [[]], {}, bytes(state for _, _, state in columns), [*metas], positions)
+    indexed = [columns[slot] for slot in slots]
+    wanted = [METAS[which].hash_at(position) for which, position, state in indexed if state == READY]
     assert names(list(cut.runs())) == wanted

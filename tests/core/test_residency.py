@@ -107,3 +107,8 @@ def test_a_chain_may_leave_in_one_event_in_any_order() -> None:
 def test_repr_tells_the_live_state() -> None:
     assert repr(fold(stored(1))) == "<Residency 1 blocks on 1 shelves, faults={}>"
     assert Shelf("CPU", 0) in fold(stored(1)).shelves
+
+
+def test_what_was_removed_is_counted_once_and_the_rest_is_unknown() -> None:
+    residency = fold(stored(1, DIGEST), removed(1, 1, DIGEST, 9))
+    assert (residency.removed, residency.faults["removed_unknown"], len(residency)) == (2, 2, 0)
