@@ -27,6 +27,12 @@ def spliced(empty: bytes, payloads: Sequence[bytes]) -> bytes:
     return b"".join([empty[:_EVENTS_AT], _LARGE, total.to_bytes(4, "big"), *bodies, empty[_EVENTS_AT + 1 :]])
 
 
+def events_in(payload: bytes) -> int:
+    """How many events a batch has."""
+    count, _ = _events_of(payload)
+    return count
+
+
 def _events_of(payload: bytes) -> tuple[int, int]:
     """How many events, and where the first one is."""
     first = payload[_EVENTS_AT]

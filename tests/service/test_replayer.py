@@ -11,6 +11,7 @@ import zmq
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal
 from kvevents_service.core.replay import Recovery
+from kvevents_service.core.telling import Teller
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.renderer import Renderer
@@ -40,7 +41,8 @@ class Desk:
         output = Output(context.socket(zmq.PUB), topic="kv")
         publisher = Publisher(self.journal, [output], numbers=None, wall_clock=time.time)
         recovery = Recovery(self.journal, [Encoding()], clock=time.monotonic, wall_clock=time.time)
-        self.renderer = Renderer(recovery, publisher)
+        self.teller = Teller(recovery, clock=self.clock, wall_clock=time.time)
+        self.renderer = Renderer(recovery, self.teller, publisher)
         self.replayer = Replayer(router, output, self.renderer, clock=self.clock)
         self.parts = (publisher, self.renderer, self.replayer)
 
