@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from core.models import UNIT
@@ -181,6 +181,7 @@ class Sidecar:
         encodings.append(Encoding(DIALECT_OF[-1], 0, self.publisher_id))
         limits = JournalLimits(shape.pending, 12, shape.retained, shape.retained_bytes)
         self.journal = Journal(limits, first_seq)
+        self.first_seq = first_seq
         self.pubs = [PubSocket(network, place) for place in range(len(DIALECT_OF))]
         self.outputs = [
             Output(pub, encoding=place, exact=DIALECTS[DIALECT_OF[place]].contiguous_from_request)  # type: ignore[arg-type]
@@ -279,6 +280,16 @@ class Sidecar:
         batch = self.journal.take_pending()
         if batch is not None:
             self.journal.lose(batch.seq)
+
+    def check_numbers(self) -> None:
+        """I5: every number is said by all outputs, waits, or is a counted hole."""
+        journal = self.journal
+        sent, *others = (pub.sent for pub in self.pubs)
+        assert all(other == sent for other in others)
+        assert all(before < after for before, after in pairwise(sent))
+        assert not sent or self.first_seq <= sent[0] <= sent[-1] < journal.unsent_from
+        holes = journal.dropped_batches + journal.lost_batches
+        assert len(sent) + holes + journal.stats()["batches_pending"] == journal.next_seq - self.first_seq
 
     # answers
 

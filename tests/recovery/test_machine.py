@@ -51,6 +51,7 @@ paths = st.builds(lambda root, rest: (root, *rest), st.sampled_from([0, 0, 1, 4]
 ends_s = st.sets(st.integers(0, 7), max_size=4)
 tiers = st.sampled_from([0, 0, 1])
 readers = st.integers(0, MAX_READERS - 1)
+kinds = st.integers(0, 8)
 fates = st.sampled_from(["reset", "fail", "lose", "hang up", "hang up", "kill", "kill", "leave", "wait"])
 few = st.sampled_from([1, 1, 2, 3, MANY])
 shapes = st.builds(
@@ -94,7 +95,14 @@ class Recovering(RuleBasedStateMachine):
 
     # what happens in the tiers
 
-    @rule(place=tiers, path=paths, first=st.integers(0, 3), ends=ends_s, copied=few, sent=few | st.just(0))
+    @rule(
+        place=tiers,
+        path=paths,
+        first=st.integers(0, 3),
+        ends=ends_s,
+        copied=few | st.just(0),
+        sent=few | st.just(0),
+    )
     def store(self, place: int, path: Path, first: int, ends: set[int], copied: int, sent: int) -> None:
         self.sidecar.store(place, path, first, ends, self.ids)
         self.end_copies(place, copied, good=True)
@@ -102,6 +110,13 @@ class Recovering(RuleBasedStateMachine):
 
     def end_copies(self, place: int, most: int, good: bool) -> None:
         self.sidecar.end_copies(place, most, good=good)
+
+    @precondition(lambda self: any(tier.pending for tier in self.sidecar.tiers))
+    @rule(most=few)
+    def copy(self, most: int) -> None:
+        """A copy that a cut may have found under way."""
+        for place in range(len(self.sidecar.tiers)):
+            self.end_copies(place, most, good=True)
 
     # the publisher
 
@@ -151,7 +166,7 @@ class Recovering(RuleBasedStateMachine):
     # readers
 
     @precondition(lambda self: len(self.readers) < MAX_READERS)
-    @rule(place=st.integers(0, 8), batches=st.sampled_from([1, 3, 100]))
+    @rule(place=kinds, batches=st.sampled_from([1, 3, 100]))
     def join(self, place: int, batches: int) -> None:
         if place < len(self.outputs):
             options = Options(hold=HoldLimits(batches), timing=TIMING)
@@ -184,7 +199,35 @@ class Recovering(RuleBasedStateMachine):
             self.serve(place, parts, MANY)
             self.read(place, MANY, MANY, MANY, True)
 
+    @precondition(lambda self: len(self.readers) < MAX_READERS)
+    @rule(place=kinds, lost=st.sampled_from([1, 4, 9, 45]), path=paths, served=st.booleans())
+    def join_in_a_storm(self, place: int, lost: int, path: Path, served: bool) -> None:
+        """The others lose a change and what comes around it, more than is retained; somebody joins in the middle."""
+        for reader in self.readers:
+            reader.link.losing = True
+        for _ in range(lost):
+            self.sidecar.beat()
+            self.sidecar.send()
+        self.join(place, 100)
+        self.store(0, path, 0, {1, 3}, MANY, MANY)
+        if served:
+            self.run(len(self.readers) - 1, 1, MANY)
+
+    @precondition(lambda self: self.readers)
+    @rule(place=readers, changes=st.lists(paths, min_size=1, max_size=4))
+    def read_slowly(self, place: int, changes: list[Path]) -> None:
+        """The state changes between any two messages of an answer."""
+        for number, path in enumerate(changes):
+            self.store(number % 2, path, 0, {1, 3}, MANY, MANY)
+            self.serve(place, 1, 1)
+            self.read(place, 1, 1, 1, True)
+
     # always
+
+    @invariant()
+    def numbers_rise_by_one(self) -> None:
+        if hasattr(self, "sidecar"):
+            self.sidecar.check_numbers()
 
     @invariant()
     def what_is_known_is_true(self) -> None:
