@@ -58,7 +58,7 @@ class Renderer:
         return reply
 
     def _woken(self) -> None:
-        """There may be a snapshot to render, and empty batches to send. A wake puts the publisher's heartbeat off."""
+        """There may be a snapshot to render, and empty batches to send. To wake the publisher delays its beat."""
         self._wake.set()
         journal = self.recovery.journal
         if journal.unsent_from < journal.next_seq:

@@ -202,7 +202,7 @@ class Recovering(RuleBasedStateMachine):
     @precondition(lambda self: len(self.readers) < MAX_READERS)
     @rule(place=kinds, lost=st.sampled_from([1, 4, 9, 45]), path=paths, served=st.booleans())
     def join_in_a_storm(self, place: int, lost: int, path: Path, served: bool) -> None:
-        """The others lose a change and what comes around it, more than is retained; somebody joins in the middle."""
+        """The others lose a change and what comes around it, more than is kept; somebody joins in the middle."""
         for reader in self.readers:
             reader.link.losing = True
         for _ in range(lost):
