@@ -86,7 +86,7 @@ class Publisher:
         while True:
             await self._woken()
             await self._reserve_ahead()
-            if self.send_pending(BATCHES_PER_TURN) == BATCHES_PER_TURN:
+            if self.send_pending(BATCHES_PER_TURN) >= BATCHES_PER_TURN:
                 self._wake.set()
                 await asyncio.sleep(0)
 
@@ -105,11 +105,14 @@ class Publisher:
             await asyncio.get_running_loop().run_in_executor(None, self._cover, seq)
 
     def send_pending(self, limit: int | None = None) -> int:
-        """Encode and send up to `limit` batches (None: all); returns how many. Used by the drain as well."""
+        """Encode and send up to `limit` batches (None: all); returns how many. Used by the drain as well.
+
+        One that tells a state is large, and counts as a whole turn's.
+        """
         sent = 0
         while (limit is None or sent < limit) and (batch := self._next()) is not None:
             self._send(batch)
-            sent += 1
+            sent += 1 if batch.told is None else BATCHES_PER_TURN
         return sent
 
     def _next(self) -> PendingBatch | None:
