@@ -17,9 +17,10 @@ from kvevents_service.wire.splice import events_in, spliced
 
 
 class MessageLimits(NamedTuple):
-    """What one payload may hold for readers that refuse a larger one: vllm-router refuses more than 16 MiB."""
+    """What one payload may hold for readers that refuse a larger one: vllm-router refuses
+    more than 16 MiB, and has to fold a reply in 5 s."""
 
-    payload_bytes: int = 15 * 1024 * 1024
+    payload_bytes: int = 8 * 1024 * 1024
     events: int = MAX_BATCH_EVENTS
 
 
