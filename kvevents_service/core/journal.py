@@ -89,18 +89,24 @@ class Journal:
     # numbering
 
     def append(self, announcements: tuple[Announcement, ...], ts: float) -> int:
-        """Number one batch; returns its number, also when it had to be dropped."""
+        """Number one batch; returns its number, also when it had to be dropped.
+
+        An empty one never is: the numbers that a snapshot needs would be holes, for which others ask for another.
+        """
         seq = self.next_seq
         self.next_seq += 1
         blocks = _blocks(announcements)
-        full = len(self._pending) >= self.limits.pending_batches
-        if full or (self._pending and self._pending_blocks + blocks > self.limits.pending_blocks):
+        if announcements and self._is_full(blocks):
             self.dropped_batches += 1
             self._after_hole = self.next_seq
             return seq
         self._pending.append(PendingBatch(seq, ts, announcements))
         self._pending_blocks += blocks
         return seq
+
+    def _is_full(self, blocks: int) -> bool:
+        too_many = len(self._pending) >= self.limits.pending_batches
+        return too_many or (bool(self._pending) and self._pending_blocks + blocks > self.limits.pending_blocks)
 
     def tell(self, told: Told, ts: float) -> int:
         """Number a batch of one encoding only. It is never dropped: there are few."""

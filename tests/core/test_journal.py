@@ -48,6 +48,16 @@ def test_a_dropped_batch_keeps_its_number() -> None:
     assert journal.take_pending() == PendingBatch(3, 2.0, CLEARED)
 
 
+def test_an_empty_batch_is_never_dropped() -> None:
+    journal = journal_of(pending_batches=1)
+    journal.append(CLEARED, 1.0)
+    for _ in range(3):
+        journal.append((), 1.0)
+    assert (journal.dropped_batches, journal.whole_from) == (0, 0)
+    journal.append(CLEARED, 1.0)
+    assert (journal.dropped_batches, journal.whole_from) == (1, 5)
+
+
 def test_what_is_told_to_some_is_numbered_behind_the_rest_and_never_dropped() -> None:
     journal = journal_of(pending_batches=1)
     journal.append(CLEARED, 1.0)
