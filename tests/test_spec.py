@@ -127,7 +127,7 @@ def test_the_table_of_error_codes_is_the_source() -> None:
 
 
 def test_the_table_of_bounds_is_the_source() -> None:
-    from kvevents_service.core import groups, journal, offers, replay, tier
+    from kvevents_service.core import announce, groups, journal, offers, replay, tier
     from kvevents_service.service import engines, handshake, replayer, session, sidecar
     from kvevents_service.service import snapshot_endpoint as endpoint
     from kvevents_service.wire import codec, control
@@ -157,11 +157,14 @@ def test_the_table_of_bounds_is_the_source() -> None:
         "blocks in batches not yet sent": str(journal_limits.pending_blocks),
         "batches retained for replay": str(journal_limits.retained_batches),
         "bytes retained for replay": str(journal_limits.retained_bytes),
+        "kept longer for replies under way": f"{journal_limits.needed_batches} batches, "
+        f"{journal_limits.needed_bytes} bytes",
         "replays of one output at a time": str(replayer.MAX_CLIENTS),
         "one replay": f"{replayer.STALL_S:g} s without progress, {replayer.CLIENT_DEADLINE_S:g} s in all",
         "numbers in a reply with a snapshot": f"{replays.reach}; exact ones {replays.exact_reach}",
         "snapshots in memory": str(replays.snapshots),
-        "state in the first number of an exact reply": f"{codec.MAX_PAYLOAD_BYTES} bytes",
+        "an exact reply, and each message of a state told live": f"{replays.exact.payload_bytes} bytes",
+        "events of a batch": str(announce.MAX_BATCH_EVENTS),
         "snapshot requests": f"{endpoint.MAX_WAITING} waiting, {endpoint.MAX_UNREAD} unread answers, "
         f"{endpoint.MAX_REPLY_BYTES} bytes, {endpoint.DEADLINE_S:g} s",
     }

@@ -29,6 +29,8 @@ Arrays: TypeAlias = tuple[Any, Any]
 LOCAL = "LOCAL"
 MAX_BATCH_TOKENS = 1 << 20
 """About 5 MB of payload."""
+MAX_BATCH_EVENTS = 4096
+"""vllm-router refuses a batch of more."""
 EVENT_WEIGHT = 16
 """What a block costs beside its tokens, if it is an event of its own: no dialect makes a batch too large."""
 NAME_LETTERS = 8
@@ -36,8 +38,10 @@ NAME_LETTERS = 8
 
 
 def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announcement, ...]]:
-    """The same announcements, in order, in batches of at most about MAX_BATCH_TOKENS tokens and hashes."""
-    if sum(map(_weight, announcements)) <= MAX_BATCH_TOKENS:  # as nearly always
+    """The same announcements, in order, in batches of at most about MAX_BATCH_TOKENS tokens and hashes, and of at
+    most MAX_BATCH_EVENTS."""
+    few = len(announcements) <= MAX_BATCH_EVENTS
+    if few and sum(map(_weight, announcements)) <= MAX_BATCH_TOKENS:  # as nearly always
         if announcements:
             yield tuple(announcements)
         return
@@ -45,7 +49,7 @@ def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announce
     size = 0
     for piece in (piece for item in announcements for piece in _pieces(item)):
         weight = _weight(piece)
-        if batch and size + weight > MAX_BATCH_TOKENS:
+        if batch and (size + weight > MAX_BATCH_TOKENS or len(batch) == MAX_BATCH_EVENTS):
             yield tuple(batch)
             batch, size = [], 0
         batch.append(piece)

@@ -4,18 +4,27 @@
                                                                \\-> lose
 
 Numbers rise by exactly 1 (I5). When too much is pending a batch is dropped, but keeps its number, so that every
-consumer sees the hole (I11); a replay over a hole is answered with a snapshot.
+consumer sees the hole (I11); a replay over a hole is answered with a snapshot. What a reply under way needs is kept
+longer than the rest.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
+
+
+class Told(NamedTuple):
+    """The events of these payloads, in order, for the readers of one encoding; the others are told nothing."""
+
+    encoding: int
+    payloads: tuple[bytes, ...]
 
 
 class PendingBatch(NamedTuple):
@@ -24,6 +33,7 @@ class PendingBatch(NamedTuple):
     seq: int
     ts: float
     announcements: tuple[Announcement, ...]
+    told: Told | None = None
 
 
 class RetainedBatch(NamedTuple):
@@ -37,12 +47,17 @@ _SEQ_OF: Final = attrgetter("seq")
 
 
 class JournalLimits(NamedTuple):
-    """Bounds of what waits and what is kept. `retained_bytes` is the sum over all encodings."""
+    """Bounds of what waits and what is kept. `retained_bytes` is the sum over all encodings.
+
+    needed: so much more of each is kept while replies under way need it.
+    """
 
     pending_batches: int = 16384
     pending_blocks: int = 4_000_000
     retained_batches: int = 10_000
     retained_bytes: int = 256 * 1024 * 1024
+    needed_batches: int = 16384
+    needed_bytes: int = 64 * 1024 * 1024
 
 
 def _blocks(announcements: tuple[Announcement, ...]) -> int:
@@ -60,6 +75,8 @@ class Journal:
         self.limits = limits or JournalLimits()
         self.next_seq = first_seq
         self.dropped_batches = self.lost_batches = 0
+        self.needed_from: Callable[[], int | None] = lambda: None
+        """From this number on replies under way need what is kept."""
         self._after_hole = first_seq
         self._pending: deque[PendingBatch] = deque()
         self._pending_blocks = 0
@@ -72,18 +89,30 @@ class Journal:
     # numbering
 
     def append(self, announcements: tuple[Announcement, ...], ts: float) -> int:
-        """Number one batch; returns its number, also when it had to be dropped."""
+        """Number one batch; returns its number, also when it had to be dropped.
+
+        An empty one never is: the numbers that a snapshot needs would be holes, for which others ask for another.
+        """
         seq = self.next_seq
         self.next_seq += 1
         blocks = _blocks(announcements)
-        full = len(self._pending) >= self.limits.pending_batches
-        if full or (self._pending and self._pending_blocks + blocks > self.limits.pending_blocks):
+        if announcements and self._is_full(blocks):
             self.dropped_batches += 1
             self._after_hole = self.next_seq
             return seq
         self._pending.append(PendingBatch(seq, ts, announcements))
         self._pending_blocks += blocks
         return seq
+
+    def _is_full(self, blocks: int) -> bool:
+        too_many = len(self._pending) >= self.limits.pending_batches
+        return too_many or (bool(self._pending) and self._pending_blocks + blocks > self.limits.pending_blocks)
+
+    def tell(self, told: Told, ts: float) -> int:
+        """Number a batch of one encoding only. It is never dropped: there are few."""
+        self._pending.append(PendingBatch(self.next_seq, ts, (), told))
+        self.next_seq += 1
+        return self.next_seq - 1
 
     def take_pending(self) -> PendingBatch | None:
         """The oldest batch that is not encoded yet. `retain` or `lose` it before anything else."""
@@ -99,7 +128,7 @@ class Journal:
         """Keep an encoded batch for replay; the oldest are pushed out by count and by bytes."""
         self._retained.append(RetainedBatch(seq, payloads))
         self._retained_bytes += sum(map(len, payloads))
-        while self._over_limit():
+        while self._over_limit() and not self._is_needed():
             self._retained_bytes -= sum(map(len, self._retained.popleft().payloads))
 
     def lose(self, seq: int) -> None:
@@ -107,9 +136,16 @@ class Journal:
         self.lost_batches += 1
         self._after_hole = max(self._after_hole, seq + 1)
 
-    def _over_limit(self) -> bool:
-        over_count = len(self._retained) > self.limits.retained_batches
-        return over_count or (self._retained_bytes > self.limits.retained_bytes and len(self._retained) > 1)
+    def _over_limit(self, more_batches: int = 0, more_bytes: int = 0) -> bool:
+        count, bound = len(self._retained), self.limits.retained_bytes + more_bytes
+        return count > self.limits.retained_batches + more_batches or (self._retained_bytes > bound and count > 1)
+
+    def _is_needed(self) -> bool:
+        """Whether the oldest is kept for the sake of a reply."""
+        needed = self.needed_from()
+        if needed is None or self._retained[0].seq < needed:
+            return False
+        return not self._over_limit(self.limits.needed_batches, self.limits.needed_bytes)
 
     # replay
 

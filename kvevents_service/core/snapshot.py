@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from kvevents_service.core.announce import EVENT_WEIGHT
+from kvevents_service.core.announce import EVENT_WEIGHT, MAX_BATCH_EVENTS
 from kvevents_service.core.cut import Cut
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared
 from kvevents_service.errors import WireError
-from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES
-from kvevents_service.wire.splice import spliced
+from kvevents_service.wire.splice import event_count, spliced
+
+
+class MessageLimits(NamedTuple):
+    """What one payload may hold for readers that refuse a larger one: vllm-router refuses
+    more than 16 MiB, and has to fold a reply in 5 s."""
+
+    payload_bytes: int = 8 * 1024 * 1024
+    events: int = MAX_BATCH_EVENTS
 
 
 class PartLimits(NamedTuple):
@@ -78,7 +85,7 @@ class Snapshot:
         self.made_at = made_at
         self.parts: list[bytes] = []
         self.done = self.failed = False
-        self.readers = self.blocks = self.bytes = 0
+        self.readers = self.blocks = self.bytes = self.events = 0
         self._most_parts = most_parts(cuts, weight)
         self.empty = encoding.encode((), ts)
         self._joined: bytes | None = None
@@ -89,10 +96,10 @@ class Snapshot:
         state = "failed" if self.failed else "done" if self.done else "growing"
         return f"<Snapshot upto={self.upto} {state} parts={len(self.parts)} readers={self.readers}>"
 
-    def joined(self) -> bytes | None:
-        """The whole state as one payload, once it is done; None if a reader would refuse its size."""
+    def joined(self, most: MessageLimits) -> bytes | None:
+        """The whole state as one payload, once it is done; None if it is larger than that."""
         if self._joined is None and not self.failed:
-            if self.bytes > MAX_PAYLOAD_BYTES:
+            if self.bytes > most.payload_bytes or self.events > most.events:
                 return None
             self._joined = spliced(self.empty, self.parts)
         return self._joined
@@ -115,4 +122,5 @@ class Snapshot:
             raise
         self.parts.append(payload)
         self.bytes += len(payload)
+        self.events += event_count(payload)
         self.blocks += sum(item.blocks for item in part if isinstance(item, BlockStoreMeta))

@@ -35,7 +35,6 @@ class Cursor:
         self._socket = socket
         self._identity = identity
         self._output = output
-        self._base = output.numbers.base
         self._in_flight: deque[_Sent] = deque()
         self._in_flight_bytes = 0
 
@@ -50,7 +49,7 @@ class Cursor:
             if payload is None and self.reply.half_told:
                 self.over = True
                 break
-            if payload is None or self._output.numbers.base != self._base:
+            if payload is None:
                 self.over = self._send(REPLAY_END) or self.over
                 break
             if not isinstance(payload, bytes) or not self._send_payload(payload):
@@ -65,8 +64,7 @@ class Cursor:
         return self._in_flight_bytes < IN_FLIGHT_BYTES
 
     def _send_payload(self, payload: bytes) -> bool:
-        number = self.reply.seq - self._base
-        return self._send(replay_reply(self._output.topic, number, payload), len(payload))
+        return self._send(replay_reply(self._output.topic, self.reply.seq, payload), len(payload))
 
     def _send(self, frames: list[bytes], size: int = 0) -> bool:
         """One message, now. False: no room, or the client has left, and it is `over`."""

@@ -15,6 +15,7 @@ from kvevents_service.config import OutputConfig, ServeConfig
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal, JournalLimits
 from kvevents_service.core.replay import Recovery
+from kvevents_service.core.telling import Teller
 from kvevents_service.service.cursor import SHARED_BYTES
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.outputs import Output
@@ -131,7 +132,9 @@ def bind_events(context: Context, config: ServeConfig, numbers: SequenceStore | 
         journal, binder.outputs, encodings=binder.encodings, numbers=numbers, wall_clock=time.time,
         heartbeat_s=_heartbeat_s(config),
     )  # fmt: skip
-    renderer = Renderer(Recovery(journal, binder.encodings, clock=time.monotonic, wall_clock=time.time), publisher)
+    recovery = Recovery(journal, binder.encodings, clock=time.monotonic, wall_clock=time.time)
+    teller = Teller(recovery, clock=time.monotonic, wall_clock=time.time)
+    renderer = Renderer(recovery, teller, publisher)
     replayers, endpoints = [], []
     for output, replay, snapshot in binder.answering:
         if replay is not None:

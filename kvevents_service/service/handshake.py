@@ -21,7 +21,8 @@ HELLO_DEADLINE_S = 5.0
 MAX_FDS = 64
 MAX_RANKS = 128
 ROLES = ("engine", "worker", "observer")
-_ANCILLARY_BYTES = socket.CMSG_LEN(MAX_FDS * array.array("i").itemsize)
+_ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FDS + 1) * array.array("i").itemsize)
+"""One more than may come: less than all that fits was cut off for want of room in this process."""
 
 
 class Greeting(NamedTuple):
@@ -92,8 +93,10 @@ async def _read_exactly(sock: socket.socket, count: int, fds: list[int]) -> byte
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.extend(array.array("i", payload[: len(payload) // 4 * 4]))
-        if flags & socket.MSG_CTRUNC or len(fds) > MAX_FDS:
+        if len(fds) > MAX_FDS:
             raise ControlError("bad_memory", "memories", f"at most {MAX_FDS} descriptors")
+        if flags & socket.MSG_CTRUNC:
+            raise ControlError("bad_memory", "memories", "a sidecar whose limit of open files has room for them")
         if not part:
             raise WireError("hello", "a whole frame before the end of the stream")
         data += part

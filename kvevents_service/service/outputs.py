@@ -1,4 +1,4 @@
-"""One output: a PUB socket with a topic, an encoding, and numbers of its own where its readers need them."""
+"""One output: a PUB socket with a topic and an encoding."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvevents_service.core.numbers import OutputNumbers
 from kvevents_service.wire.frames import live_frames
 
 
 class Output:
     """Sends batches of the journal. A subscriber that is too slow loses some and sees a gap; nobody waits.
 
-    encoding: the place of its payload among those of a batch. exact: its readers take only replies that start at
-    the number they asked for, so it is re-based where that is out of reach.
+    encoding: the place of its payload among those of a batch. exact: its readers ask once, and take only replies
+    that start at the number they asked for.
     """
 
     def __init__(
@@ -23,18 +22,16 @@ class Output:
         self.topic = topic.encode()
         self.encoding = encoding
         self.exact = exact
-        self.numbers = OutputNumbers()
         self.sent = self.refused = 0
         self._socket = socket
 
     def __repr__(self) -> str:
-        return f"<Output {self.topic!r} sent={self.sent} {self.numbers!r}>"
+        return f"<Output {self.topic!r} sent={self.sent}>"
 
     def send(self, seq: int, payloads: Sequence[bytes]) -> None:
         """Send number `seq` of the journal now or never."""
-        number = self.numbers.outward(seq)
         try:
-            self._socket.send_multipart(live_frames(self.topic, number, payloads[self.encoding]), zmq.NOBLOCK)
+            self._socket.send_multipart(live_frames(self.topic, seq, payloads[self.encoding]), zmq.NOBLOCK)
         except zmq.Again:
             self.refused += 1  # the number is spent and retained: consumers see a gap and can replay it
         else:

@@ -19,6 +19,7 @@ from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.rarely import is_told
+from kvevents_service.wire.splice import spliced
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class Publisher:
         self.outputs = outputs
         self.heartbeats = self.encode_failed = self.state_write_failed = 0
         self.more_stats: Callable[[], dict[str, int]] = dict
+        self.tell: Callable[[], bool] = lambda: False
+        """Numbers what is to be told when nothing is pending; False if nothing is."""
         self._encodings = encodings
         self._numbers = numbers
         self._wall_clock = wall_clock
@@ -74,12 +77,6 @@ class Publisher:
         self.journal.append((), self._wall_clock())
         self.wake()
 
-    def rebase(self, output: Output) -> None:
-        """Let an output start again; its readers learn it at once."""
-        log.info("output %s starts its numbers again", output.topic.decode())
-        output.numbers.rebase(self.journal.next_seq)
-        self.heartbeat()
-
     def wake(self) -> None:
         """Something is pending."""
         self._wake.set()
@@ -89,7 +86,7 @@ class Publisher:
         while True:
             await self._woken()
             await self._reserve_ahead()
-            if self.send_pending(BATCHES_PER_TURN) == BATCHES_PER_TURN:
+            if self.send_pending(BATCHES_PER_TURN) >= BATCHES_PER_TURN:
                 self._wake.set()
                 await asyncio.sleep(0)
 
@@ -108,16 +105,32 @@ class Publisher:
             await asyncio.get_running_loop().run_in_executor(None, self._cover, seq)
 
     def send_pending(self, limit: int | None = None) -> int:
-        """Encode and send up to `limit` batches (None: all); returns how many. Used by the drain as well."""
+        """Encode and send up to `limit` batches (None: all); returns how many. Used by the drain as well.
+
+        One that tells a state is large, and counts as a whole turn's.
+        """
         sent = 0
-        while (limit is None or sent < limit) and (batch := self.journal.take_pending()) is not None:
+        while (limit is None or sent < limit) and (batch := self._next()) is not None:
             self._send(batch)
-            sent += 1
+            sent += 1 if batch.told is None else BATCHES_PER_TURN
         return sent
+
+    def _next(self) -> PendingBatch | None:
+        batch = self.journal.take_pending()
+        if batch is None and self.tell():
+            batch = self.journal.take_pending()
+        return batch
+
+    def _encoded(self, batch: PendingBatch) -> list[bytes]:
+        payloads = [encoding.encode(batch.announcements, batch.ts) for encoding in self._encodings]
+        if batch.told is not None:
+            place = batch.told.encoding
+            payloads[place] = spliced(payloads[place], batch.told.payloads)
+        return payloads
 
     def _send(self, batch: PendingBatch) -> None:
         try:
-            payloads = [encoding.encode(batch.announcements, batch.ts) for encoding in self._encodings]
+            payloads = self._encoded(batch)
         except WireError as error:  # in_batches leaves room, so a frame of the engine plane cannot hold one
             self.encode_failed += 1
             self.journal.lose(batch.seq)
@@ -147,7 +160,6 @@ class Publisher:
             "batches_encode_failed": self.encode_failed,
             "heartbeats": self.heartbeats,
             "outputs": len(self.outputs),
-            "outputs_rebased": sum(output.numbers.rebased for output in self.outputs),
             "state_write_failed": self.state_write_failed,
             **self.more_stats(),
         }

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 from kvevents_service.core.replay import Recovery, Reply
+from kvevents_service.core.telling import Teller
 from kvevents_service.errors import WireError
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
@@ -16,13 +17,16 @@ from kvevents_service.service.rarely import is_told
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
+RETRY_S: Final = 0.01
 
 
 class Renderer:
     """What every replay and snapshot endpoint asks; lookups come in between two parts."""
 
-    def __init__(self, recovery: Recovery, publisher: Publisher) -> None:
+    def __init__(self, recovery: Recovery, teller: Teller, publisher: Publisher) -> None:
         self.recovery = recovery
+        self.teller = teller
+        publisher.tell = teller.tell
         self.failed = 0
         self._publisher = publisher
         self._wake = asyncio.Event()
@@ -37,14 +41,15 @@ class Renderer:
 
     def answer(self, number: int, output: Output) -> Reply | None:
         """The reply to a request of this output for `number` and all after it; None: ask again soon."""
-        start = output.numbers.inward(number)
-        if self._is_out_of_reach(start, output):
-            self._publisher.rebase(output)
-            start = self.recovery.journal.next_seq  # nothing: the reader starts again with what comes live
-        distrust = output.numbers.rebased > 0
-        reply = self.recovery.answer(start, output.encoding, exact=output.exact, distrust=distrust)
+        reply = self.recovery.answer(number, output.encoding, exact=output.exact)
         self._woken()
         return reply
+
+    def ended(self, reply: Reply | None, output: Output) -> None:
+        """A request is over, None: unanswered. A reader that asks once and has not got all of it is told live."""
+        if output.exact and (reply is None or not reply.complete):
+            self.teller.ask(output.encoding)
+            self._wake.set()
 
     def whole(self, output: Output) -> Reply | None:
         """The state after the newest number; None: ask again soon."""
@@ -53,25 +58,24 @@ class Renderer:
         return reply
 
     def _woken(self) -> None:
-        """There may be a snapshot to render, and empty batches to send."""
+        """There may be a snapshot to render, and empty batches to send. To wake the publisher delays its beat."""
         self._wake.set()
-        self._publisher.wake()
-
-    def _is_out_of_reach(self, start: int, output: Output) -> bool:
-        """A reader that takes only what starts there could not be given so many batches."""
         journal = self.recovery.journal
-        needs_snapshot = start < journal.whole_from or output.numbers.rebased > 0
-        return output.exact and needs_snapshot and journal.next_seq - start > self.recovery.limits.exact_reach
+        if journal.unsent_from < journal.next_seq:
+            self._publisher.wake()
 
     async def run(self) -> None:
         """Render until cancelled."""
         while True:
+            self.teller.poll()
             if self.recovery.rendering is not None:
                 self._render()
                 await asyncio.sleep(0)
                 continue
+            if self.teller.rendered:
+                self._publisher.wake()
             with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
+                async with asyncio.timeout(min(TICK_S, max(RETRY_S, self.teller.wait_s))):
                     await self._wake.wait()
             self._wake.clear()
             self.recovery.forget_old()
@@ -87,4 +91,4 @@ class Renderer:
                 log.error("no snapshot at %d (%d so far): %s", snapshot.upto, self.failed, error)
 
     def stats(self) -> dict[str, int]:
-        return {**self.recovery.stats(), "snapshots_failed": self.failed}
+        return {**self.recovery.stats(), **self.teller.stats(), "snapshots_failed": self.failed}

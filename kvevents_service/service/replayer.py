@@ -2,7 +2,8 @@
 
 Every request is answered: a bad one and one that asks for the future get just the end marker. A client that does
 not read delays nobody: it has a cursor of its own, and is dropped at its deadline. It gets an end marker then, but
-not in the middle of a state, which it would take for the whole.
+not in the middle of a state, which it would take for the whole. A reader of exact replies that got no whole one in
+time is told the state live.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CLIENT_DEADLINE_S = 120.0
 STALL_S = 30.0
 """A client that takes nothing for so long is dropped."""
 RETRY_S = 0.002
+EXACT_S = 4.0
+"""Readers of exact replies wait 5 s for one."""
 
 
 class Replayer:
@@ -64,15 +67,21 @@ class Replayer:
         if running is not None:
             running.cancel()  # a client that asks again has given up on the first answer
         if len(self._clients) >= MAX_CLIENTS:
-            self.dropped_clients += 1
-            self._end_now(identity)
+            self._drop(identity)
             return
         task = tasks.create_task(self._serve(identity, frames))
         self._clients[identity] = task
         task.add_done_callback(lambda done: self._forget(identity, done))
 
+    def _drop(self, identity: bytes, reply: Reply | None = None) -> None:
+        """It may ask again. A reader in the middle of a state would take an end marker for its end."""
+        self.dropped_clients += 1
+        if reply is None or not reply.half_told:
+            self._end_now(identity)
+        self._renderer.ended(None, self._output)
+
     def _end_now(self, identity: bytes) -> None:
-        """Just the end marker: the client may ask again."""
+        """Just the end marker."""
         with suppress(zmq.ZMQError):
             self._socket.send_multipart([identity, *REPLAY_END], zmq.NOBLOCK)
 
@@ -81,24 +90,23 @@ class Replayer:
             del self._clients[identity]
 
     async def _serve(self, identity: bytes, frames: list[bytes]) -> None:
-        deadline = self._clock() + CLIENT_DEADLINE_S
+        asked_at = self._clock()
         try:
             number = parse_replay_request(frames)
         except WireError:
             self.bad_requests += 1
             self._end_now(identity)
             return
-        reply = await self._reply(number, deadline)
+        reply = await self._reply(number, asked_at + CLIENT_DEADLINE_S)
         if reply is None:
-            self.dropped_clients += 1
-            self._end_now(identity)
+            self._drop(identity)
             return
         try:
-            await self._deliver(Cursor(self._socket, identity, self._output, reply), deadline)
+            await self._deliver(Cursor(self._socket, identity, self._output, reply), asked_at + CLIENT_DEADLINE_S)
+            in_time = self._clock() < asked_at + EXACT_S
+            self._renderer.ended(reply if in_time else None, self._output)
         except TimeoutError:
-            self.dropped_clients += 1
-            if not reply.half_told:
-                self._end_now(identity)
+            self._drop(identity, reply)
         finally:
             reply.close()
 

@@ -91,7 +91,7 @@ class SnapshotEndpoint:
                 self._refuse(identity, delimiter)
             else:
                 self.answered += 1
-                self._send(identity, delimiter, self._output.numbers.outward(reply.end), payloads)
+                self._send(identity, delimiter, reply.end, payloads)
         finally:
             reply.close()
 

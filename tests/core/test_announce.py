@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from core.prompts import FULL
 from kvevents_service.core.announce import (
     EVENT_WEIGHT,
+    MAX_BATCH_EVENTS,
     MAX_BATCH_TOKENS,
     encode,
     encoding_key,
@@ -268,6 +269,16 @@ def test_an_adapters_name_is_weighed_with_every_event_that_says_it() -> None:
     batches = list(in_batches([block] * 8192))
     assert len(batches) == 2
     assert sum(map(len, batches)) == 8192
+
+
+def test_a_batch_has_no_more_events_than_every_reader_takes() -> None:
+    block = chain_of().part(0, 1)
+    assert [len(batch) for batch in in_batches([block] * MAX_BATCH_EVENTS)] == [MAX_BATCH_EVENTS]
+    assert [len(batch) for batch in in_batches([block] * (2 * MAX_BATCH_EVENTS + 1))] == [
+        MAX_BATCH_EVENTS,
+        MAX_BATCH_EVENTS,
+        1,
+    ]
 
 
 def test_parts_of_a_large_removal_of_inner_hashes_are_of_inner_hashes() -> None:

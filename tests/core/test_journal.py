@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.prompts import FULL
-from kvevents_service.core.journal import Journal, JournalLimits, PendingBatch
+from kvevents_service.core.journal import Journal, JournalLimits, PendingBatch, Told
 from kvevents_service.core.metadata import Cleared, RemovedRun, snapshot
 from kvevents_service.testing import make_chain
 
@@ -46,6 +46,42 @@ def test_a_dropped_batch_keeps_its_number() -> None:
     assert journal.take_pending() == PendingBatch(0, 1.0, CLEARED)
     assert journal.append(CLEARED, 2.0) == 3
     assert journal.take_pending() == PendingBatch(3, 2.0, CLEARED)
+
+
+def test_an_empty_batch_is_never_dropped() -> None:
+    journal = journal_of(pending_batches=1)
+    journal.append(CLEARED, 1.0)
+    for _ in range(3):
+        journal.append((), 1.0)
+    assert (journal.dropped_batches, journal.whole_from) == (0, 0)
+    journal.append(CLEARED, 1.0)
+    assert (journal.dropped_batches, journal.whole_from) == (1, 5)
+
+
+def test_what_is_told_to_some_is_numbered_behind_the_rest_and_never_dropped() -> None:
+    journal = journal_of(pending_batches=1)
+    journal.append(CLEARED, 1.0)
+    assert [journal.tell(Told(1, (b"a",)), 2.0), journal.tell(Told(1, (b"b",)), 2.0)] == [1, 2]
+    assert journal.dropped_batches == 0
+    found = [journal.take_pending() for _ in range(3)]
+    assert [batch and batch.told for batch in found] == [None, Told(1, (b"a",)), Told(1, (b"b",))]
+    assert journal.whole_from == 3
+
+
+def test_what_is_needed_is_kept_longer_up_to_a_bound() -> None:
+    journal = journal_of(retained_batches=2, retained_bytes=100, needed_batches=2, needed_bytes=50)
+    journal.needed_from = lambda: 1
+    for seq in range(4):
+        journal.retain(seq, b"0123456789")
+    assert retained(journal) == [1, 2, 3]
+    journal.retain(4, b"0123456789")
+    journal.retain(5, b"0123456789")
+    assert retained(journal) == [2, 3, 4, 5]
+    journal.retain(6, b"x" * 130)
+    assert retained(journal) == [4, 5, 6], "the bytes of all that is kept are bounded too"
+    journal.needed_from = lambda: 6
+    journal.retain(7, b"0123456789")
+    assert retained(journal) == [6, 7]
 
 
 def test_what_waits_is_bounded_by_blocks() -> None:

@@ -17,10 +17,10 @@ from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.replay import Recovery, ReplayLimits, Reply, Wait
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.scheduler import OffloadScheduler
-from kvevents_service.core.snapshot import PartLimits
+from kvevents_service.core.snapshot import MessageLimits, PartLimits
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.testing import Chain, HeldCopies, ManualClock, make_chain
-from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
+from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.control import GroupSpec, Reset, Step
 
 GROUPS = (FULL, GroupSpec(1, "sliding_window", FULL.block_size, 8))
@@ -141,11 +141,11 @@ class ReplayMachine(RuleBasedStateMachine):
 
     # readers
 
-    @rule(back=backs, encoding=st.integers(0, 1), exact=st.booleans(), distrust=rarely, at_once=st.booleans())
-    def join(self, back: int, encoding: int, exact: bool, distrust: bool, at_once: bool) -> None:
+    @rule(back=backs, encoding=st.integers(0, 1), exact=st.booleans(), at_once=st.booleans())
+    def join(self, back: int, encoding: int, exact: bool, at_once: bool) -> None:
         start = max(0, self.journal.next_seq - back)
         before = self.journal.next_seq
-        reply = self.recovery.answer(start, encoding, exact=exact, distrust=distrust)
+        reply = self.recovery.answer(start, encoding, exact=exact)
         for seq in range(before, self.journal.next_seq):  # empty batches that the snapshot needs
             self.copies.truth[seq] = self.copies.truth[before - 1]
         if reply is None:
@@ -188,7 +188,7 @@ class ReplayMachine(RuleBasedStateMachine):
     def leave(self, reader: Reader) -> None:
         """What it knows is the state at the last number it got, at the end or where something was missing."""
         reply = reader.reply
-        if reply.seq <= reply.end:
+        if not reply.complete:
             assert reply.seq < self.journal.whole_from
         if reply.seq - 1 in self.copies.truth and reply.seq > reader.start:
             assert state_of(reader.fold) == self.copies.truth[reply.seq - 1]
@@ -263,7 +263,20 @@ class Desk:
         while (batch := self.journal.take_pending()) is not None:
             self.journal.retain(batch.seq, Encoding().encode(batch.announcements, batch.ts))
 
+    def more(self, batches: int) -> None:
+        for _ in range(batches):
+            self.journal.append((), 2.0)
+            self.send()
+
+    def resident(self, blocks: int) -> None:
+        pool = BlockPool(blocks, 1)
+        chain = chain_of(0, blocks)
+        stored = pool.allocate(snapshot(chain.offer(range(blocks)), FULL, "CPU", 32), list(chain.hashes), None)
+        pool.commit(stored.slots)
+        self.recovery.sources = lambda: [pool]
+
     def numbers(self, start: int, **options: bool) -> list[int]:
+        """Those of a whole answer. It is closed."""
         reply = self.recovery.answer(start, 0, **options)
         assert reply is not None
         while self.recovery.rendering is not None:
@@ -274,6 +287,7 @@ class Desk:
             seqs.append(reply.seq)
             reply.advance()
         assert reply.payload() is None
+        reply.close()
         return seqs
 
 
@@ -324,10 +338,7 @@ def test_a_snapshot_is_not_shared_once_its_followers_are_gone() -> None:
 
 def test_a_state_that_needs_more_numbers_than_there_are_gets_them() -> None:
     desk = Desk(batches=9, retained=1, limits=LIMITS)
-    pool = BlockPool(10, 1)
-    chain = chain_of(0, 10)
-    pool.commit(pool.allocate(snapshot(chain.offer(range(10)), FULL, "CPU", 32), list(chain.hashes), None).slots)
-    desk.recovery.sources = lambda: [pool]
+    desk.resident(10)
     seqs = desk.numbers(7)
     assert seqs[0] == 7
     assert len(seqs) >= 5  # two blocks a part
@@ -340,10 +351,7 @@ def test_a_state_that_needs_more_numbers_than_there_are_gets_them() -> None:
 
 def test_an_exact_reply_has_the_whole_state_in_its_first_number() -> None:
     desk = Desk(batches=9, retained=1, limits=LIMITS)
-    pool = BlockPool(10, 1)
-    chain = chain_of(0, 10)
-    pool.commit(pool.allocate(snapshot(chain.offer(range(10)), FULL, "CPU", 32), list(chain.hashes), None).slots)
-    desk.recovery.sources = lambda: [pool]
+    desk.resident(10)
     reply = desk.recovery.answer(7, 0, exact=True)
     assert reply is not None
     assert isinstance(reply.payload(), Wait)
@@ -357,13 +365,76 @@ def test_an_exact_reply_has_the_whole_state_in_its_first_number() -> None:
     reply.advance()
     assert decode_batch(reply.payload()).batch.events == []  # type: ignore[arg-type]
     assert desk.recovery.heartbeats == 0
-    assert reply.snapshot is not None
-    reply.snapshot.bytes, reply.snapshot._joined, reply.seq = MAX_PAYLOAD_BYTES + 1, None, 7
-    assert reply.payload() is None, "too large for one payload, and there are only two numbers"
+    assert not reply.complete
+    reply.advance()
+    assert reply.complete
+
+
+@pytest.mark.parametrize("most_bytes", [0, -1])
+def test_an_exact_reply_has_no_more_bytes_than_its_readers_fold_in_time(most_bytes: int) -> None:
+    desk = Desk(batches=9, retained=5)
+    size = len(Encoding().encode((), 1.0))
+    desk.recovery.limits = ReplayLimits(exact=MessageLimits(3 * size + most_bytes))
+    assert desk.numbers(6, exact=True) == ([6, 7, 8] if most_bytes == 0 else [6, 7])
+    assert desk.numbers(6) == [6, 7, 8]
+
+
+def test_a_state_too_large_for_an_exact_reply_is_not_told_in_part() -> None:
+    desk = Desk(batches=9, retained=1, limits=LIMITS._replace(exact=MessageLimits(200)))
+    desk.resident(10)
+    reply = desk.recovery.answer(3, 0, exact=True)
+    assert reply is not None
+    while desk.recovery.rendering is not None:
+        assert isinstance(reply.payload(), Wait)
+        desk.recovery.rendering.render_next()
+    assert reply.payload() is None
+    assert not reply.complete
+
+
+def test_an_exact_start_that_is_out_of_reach_gets_nothing() -> None:
+    desk = Desk(first=1_000_000, batches=5, limits=ReplayLimits(exact_reach=100))
+    reply = desk.recovery.answer(1_000_004 - 100, 0, exact=True)
+    assert reply is not None
+    assert (reply.payload(), reply.complete, desk.recovery.made) == (None, False, 0)
+    assert desk.numbers(1_000_004 - 99, exact=True) == list(range(1_000_004 - 99, 1_000_005))
+
+
+def test_what_a_reply_under_way_needs_is_kept_and_no_longer() -> None:
+    desk = Desk(batches=9, retained=2)
+    desk.numbers(0)
+    desk.more(2)
+    late = desk.recovery.answer(0, 0)  # shares the snapshot: 9 and 10 are to follow it
+    retained = desk.recovery.answer(9, 0)
+    assert late is not None
+    assert retained is not None
+    assert desk.recovery.made == 1
+    desk.more(6)
+    assert desk.journal.whole_from == 9
+    retained.close()
+    desk.more(1)
+    assert desk.journal.whole_from == 9
+    while isinstance(late.payload(), bytes):
+        late.advance()
+    assert late.complete
+    late.close()
+    desk.more(1)
+    assert desk.journal.whole_from == 17
+
+
+def test_what_is_kept_for_replies_is_bounded() -> None:
+    desk = Desk(batches=9, retained=2)
+    desk.journal.limits = desk.journal.limits._replace(needed_batches=3)
+    reply = desk.recovery.answer(8, 0)
+    assert reply is not None
+    desk.more(3)
+    assert desk.journal.whole_from == 8
+    desk.more(2)
+    assert desk.journal.whole_from == 9
 
 
 def test_a_second_cut_waits_for_the_first_to_be_rendered() -> None:
     desk = Desk(batches=9, retained=5)
+    desk.journal.limits = desk.journal.limits._replace(needed_batches=0)
     first = desk.recovery.answer(0, 0)
     desk.journal.append((), 2.0)
     for _ in range(7):
@@ -381,11 +452,10 @@ def test_nobody_reads_and_it_is_forgotten() -> None:
     desk.numbers(0)
     reply = desk.recovery.answer(0, 0)
     assert reply is not None
-    reply.close()
     desk.clock.advance(6)
     desk.recovery.forget_old()
-    assert len(desk.recovery.snapshots) == 1  # the first reply was never closed
-    desk.recovery.snapshots[0].readers = 0
+    assert len(desk.recovery.snapshots) == 1
+    reply.close()
     desk.recovery.forget_old()
     assert desk.recovery.snapshots == []
 
@@ -426,3 +496,7 @@ def test_a_state_is_half_told_until_the_number_at_which_it_was_so() -> None:
     reply.seq = 6
     reply.close()
     assert not reply.half_told
+    exact = desk.recovery.answer(4, 0, exact=True)
+    assert exact is not None
+    exact.advance()
+    assert not exact.half_told, "its first number has the whole state"

@@ -11,7 +11,7 @@ from kvevents_service.core.announce import EVENT_WEIGHT
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import BlockStoreMeta, Cleared, snapshot
 from kvevents_service.core.residency import Residency
-from kvevents_service.core.snapshot import PartLimits, Snapshot, block_weight, most_parts, parts_of
+from kvevents_service.core.snapshot import MessageLimits, PartLimits, Snapshot, block_weight, most_parts, parts_of
 from kvevents_service.errors import WireError
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
@@ -107,14 +107,16 @@ def test_what_cannot_be_encoded_fails_it_and_ends_it() -> None:
 def test_all_parts_are_one_payload_for_readers_that_take_only_one() -> None:
     made = rendered(PartLimits(3 * EACH), FixedCut(run_of(9), run_of(2, 1)))
     assert len(made.parts) == 4
-    whole = made.joined()
+    whole = made.joined(MessageLimits())
     assert whole is not None
     events = [event for part in made.parts for event in decode_batch(part).batch.events]
     assert decode_batch(whole).batch.events == events
-    assert made.joined() is whole
+    assert made.joined(MessageLimits()) is whole
 
 
 def test_a_state_that_no_reader_takes_at_once_is_not_joined() -> None:
     made = rendered(PartLimits(), FixedCut(run_of(9)))
-    made.bytes = MAX_PAYLOAD_BYTES + 1
-    assert made.joined() is None
+    assert made.events == 2
+    assert made.joined(MessageLimits(made.bytes - 1)) is None
+    assert made.joined(MessageLimits(made.bytes, made.events - 1)) is None
+    assert made.joined(MessageLimits(made.bytes, made.events)) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -392,6 +393,21 @@ def test_topics() -> None:
     router = vllm_router.Index(BLOCK)
     router.feed(live_frames(b"kv@pod@model", 0, payload))
     assert router.tree.held() == {}
+
+
+@pytest.mark.parametrize(("count", "why"), [(4096, ""), (4097, "events")])
+def test_vllm_router_refuses_a_batch_of_too_many_events(count: int, why: str) -> None:
+    payload = encode(DIALECTS["vllm-router"], [Cleared()] * count, 1.5, 0)
+    with pytest.raises(Refused, match=why) if why else nullcontext():
+        vllm_router.Index(BLOCK).feed(live_frames(b"", 0, payload))
+
+
+@pytest.mark.parametrize(("more", "why"), [(0, "no array"), (1, "16 MiB")])
+def test_vllm_router_refuses_a_payload_that_is_too_large(more: int, why: str) -> None:
+    size = vllm_router.MOST_BYTES + more
+    payload = b"\xc6" + (size - 5).to_bytes(4, "big") + bytes(size - 5)
+    with pytest.raises(Refused, match=why):
+        vllm_router.Index(BLOCK).feed(live_frames(b"", 0, payload))
 
 
 def test_llm_d_would_take_a_disk_for_the_gpu() -> None:

@@ -30,24 +30,32 @@ OPTIONAL = {
 }  # fmt: skip
 
 
+MOST_BYTES = 16 * 1024 * 1024
+"""Of a payload."""
+MOST_EVENTS = 4096
+
+
 class Index:
     """One worker's blocks by tokens and adapter. A source without discovery takes only the empty topic."""
 
-    def __init__(self, block_size: int, rank: int = 0) -> None:
+    def __init__(self, block_size: int, rank: int = 0, *, most_bytes: int = MOST_BYTES) -> None:
         self.tree = Tree()
         self.last_seq = -1
         self._block_size = block_size
         self._rank = rank
+        self._most_bytes = most_bytes
 
     def feed(self, frames: list[bytes]) -> None:
         """Apply one message; a number below the last one is a restart and clears first."""
+        refuse_unless(len(frames[-1]) <= self._most_bytes, "a payload of more than 16 MiB")
         message = read(frames)
         if message.topic:
             return
         ts, events, *rank = array(message.value, "batch", (2, 3))
         refuse_unless(isinstance(ts, float), "ts is no float")
         refuse_unless(rank in ([], [None], [self._rank]), "another rank")
-        checked = [self._checked(event) for event in array(events, "events")]
+        refuse_unless(len(array(events, "events")) <= MOST_EVENTS, "more than 4,096 events")
+        checked = [self._checked(event) for event in events]
         if message.seq < self.last_seq:
             self.tree.clear()
         self.last_seq = message.seq

@@ -12,7 +12,6 @@ from kvevents_service.subscription import Request as FeedRequest
 Frames = list[bytes]
 
 LIVE_HIGH_WATER_MARK = 6
-FIRST_AGAIN = (1).to_bytes(8, "big")
 
 
 class Link:
@@ -21,6 +20,7 @@ class Link:
     def __init__(self, output: int) -> None:
         self.output = output
         self.losing = False
+        self.high_water_mark = LIVE_HIGH_WATER_MARK
         self.allowed = 0
         self._queue: deque[Frames] = deque()
 
@@ -28,7 +28,7 @@ class Link:
         return len(self._queue)
 
     def put(self, frames: Frames, *, surely: bool) -> None:
-        if surely or not (self.losing or len(self._queue) >= LIVE_HIGH_WATER_MARK):
+        if surely or not (self.losing or len(self._queue) >= self.high_water_mark):
             self._queue.append(frames)
 
     def cut(self, last: int) -> None:
@@ -84,6 +84,8 @@ class Network:
         self.waiting: deque[Request] = deque()
         self.surely = False
         """What is sent now arrives."""
+        self.most_bytes = 1 << 20
+        """A strict reader takes no larger message."""
 
     def subscribe(self, output: int) -> Link:
         self.links.append(Link(output))
@@ -98,19 +100,19 @@ class Network:
 
 
 class PubSocket:
-    """The PUB socket of one output. A re-based output's new first number arrives: see `OutputNumbers`."""
+    """The PUB socket of one output. `sent`: all its numbers."""
 
     def __init__(self, network: Network, output: int) -> None:
         self._network = network
         self._output = output
-        self.rebased = False
+        self.sent: list[int] = []
 
     def send_multipart(self, frames: Sequence[bytes], flags: int) -> None:
         assert flags == zmq.NOBLOCK
-        surely = self._network.surely or (self.rebased and frames[1] == FIRST_AGAIN)
+        self.sent.append(int.from_bytes(frames[1], "big"))
         for link in self._network.links:
             if link.output == self._output:
-                link.put(list(frames), surely=surely)
+                link.put(list(frames), surely=self._network.surely)
 
 
 class RouterSocket:

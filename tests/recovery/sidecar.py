@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from core.models import UNIT
@@ -14,7 +14,8 @@ from kvevents_service.core.journal import Journal, JournalLimits
 from kvevents_service.core.metadata import Cleared
 from kvevents_service.core.replay import Recovery, ReplayLimits, Reply
 from kvevents_service.core.scheduler import OffloadScheduler
-from kvevents_service.core.snapshot import PartLimits
+from kvevents_service.core.snapshot import MessageLimits, PartLimits
+from kvevents_service.core.telling import Teller, TellingLimits
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.service.cursor import Cursor
 from kvevents_service.service.outputs import Output
@@ -35,6 +36,9 @@ DIALECT_OF = ("vllm", "vllm-router", "dynamo", "vllm")
 VLLM, ROUTER, DYNAMO, SNAPSHOTS = range(4)
 """Outputs. The last has a snapshot endpoint, and its batches say the publisher's id."""
 REACH, EXACT_REACH = 25, 40
+TELLING = TellingLimits(0.1, 0.5, 2.0)
+BYTES_OF_WEIGHT = 25
+"""No part has more bytes for each unit of its weight."""
 RESERVE = 5
 LIFE_S = 1_000_000.0
 """Time stamps of batches say which life made them."""
@@ -61,6 +65,7 @@ class Shape(NamedTuple):
     retained_bytes: int
     part_weight: int
     reply_queue: int
+    exact_bytes: int
 
 
 class Reservation:
@@ -115,14 +120,16 @@ class Client:
         assert self._reply is not None
         self._cursor.send_some()
         self.over = self._cursor.over
+        if self.over:
+            self._sidecar.renderer.ended(self._reply, self._output)
         sent = max(self._reply.first, self._sidecar.journal.unsent_from)
         assert self._reply.seq <= sent, "a number that is not sent yet"
 
     def _answer(self) -> Reply | None:
         newest = self._sidecar.journal.next_seq - 1
-        reply = self._sidecar.answer(self.request.number, self._output)
+        start = self.request.number
+        reply = self._sidecar.answer(start, self._output)
         if reply is not None and reply.snapshot is not None:
-            start = self._output.numbers.inward(self.request.number)
             assert reply.first == (start if self._output.exact else max(start, newest - REACH + 1))
         return reply
 
@@ -136,7 +143,7 @@ class Client:
             if payloads is None:
                 self._say(SNAPSHOT_UNAVAILABLE, [])
             else:
-                self._say(self._output.numbers.outward(self._reply.end), payloads)
+                self._say(self._reply.end, payloads)
 
     def _say(self, seq: int, payloads: list[bytes]) -> None:
         self.request.inbox.append(snapshot_reply(seq, self._sidecar.publisher_id, payloads))
@@ -157,6 +164,8 @@ class Client:
         self.over = True
         if self._reply is not None:
             self._reply.close()
+        if self.request.kind == "replay":
+            self._sidecar.renderer.ended(None, self._output)
 
 
 class Sidecar:
@@ -172,6 +181,7 @@ class Sidecar:
         encodings.append(Encoding(DIALECT_OF[-1], 0, self.publisher_id))
         limits = JournalLimits(shape.pending, 12, shape.retained, shape.retained_bytes)
         self.journal = Journal(limits, first_seq)
+        self.first_seq = first_seq
         self.pubs = [PubSocket(network, place) for place in range(len(DIALECT_OF))]
         self.outputs = [
             Output(pub, encoding=place, exact=DIALECTS[DIALECT_OF[place]].contiguous_from_request)  # type: ignore[arg-type]
@@ -180,11 +190,13 @@ class Sidecar:
         self.publisher = Publisher(
             self.journal, self.outputs, encodings=encodings, numbers=disk, wall_clock=self._now  # type: ignore[arg-type]
         )  # fmt: skip
-        replies = ReplayLimits(REACH, EXACT_REACH, 2, 5.0, PartLimits(shape.part_weight, 20))
+        parts = PartLimits(min(shape.part_weight, shape.exact_bytes // BYTES_OF_WEIGHT), 20)
+        replies = ReplayLimits(REACH, EXACT_REACH, 2, 5.0, parts, MessageLimits(shape.exact_bytes))
         self.recovery = Recovery(
             self.journal, encodings, clock=self.clock, wall_clock=self._now, limits=replies
         )  # fmt: skip
-        self.renderer = Renderer(self.recovery, self.publisher)
+        self.teller = Teller(self.recovery, clock=self.clock, wall_clock=self._now, limits=TELLING)
+        self.renderer = Renderer(self.recovery, self.teller, self.publisher)
         self.router = RouterSocket(shape.reply_queue)
         self.clients: list[Client] = []
         self.tiers: list[Copies] = []
@@ -254,6 +266,7 @@ class Sidecar:
 
     def send(self, most: int | None = None) -> None:
         self.publisher.send_pending(most)
+        self.note()
 
     def send_surely(self) -> None:
         self.network.surely = True
@@ -268,17 +281,20 @@ class Sidecar:
         if batch is not None:
             self.journal.lose(batch.seq)
 
+    def check_numbers(self) -> None:
+        """I5: every number is said by all outputs, waits, or is a counted hole."""
+        journal = self.journal
+        sent, *others = (pub.sent for pub in self.pubs)
+        assert all(other == sent for other in others)
+        assert all(before < after for before, after in pairwise(sent))
+        assert not sent or self.first_seq <= sent[0] <= sent[-1] < journal.unsent_from
+        holes = journal.dropped_batches + journal.lost_batches
+        assert len(sent) + holes + journal.stats()["batches_pending"] == journal.next_seq - self.first_seq
+
     # answers
 
     def answer(self, number: int, output: Output) -> Reply | None:
-        """The renderer's answer. Of an output that starts again every reader hears the end and the new start."""
-        out_of_reach = self.renderer._is_out_of_reach(output.numbers.inward(number), output)
-        if out_of_reach:
-            self.send_surely()
-            self.pubs[self.outputs.index(output)].rebased = True
         reply = self.renderer.answer(number, output)
-        if out_of_reach:
-            self.send()
         self.note()
         return reply
 
@@ -299,6 +315,7 @@ class Sidecar:
 
     def render(self, most: int) -> None:
         for _ in range(most):
+            self.teller.poll()
             if self.recovery.rendering is not None:
                 self.recovery.rendering.render_next()
 

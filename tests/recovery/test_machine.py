@@ -1,8 +1,8 @@
 """Any interleaving of events, losses, slow readers, restarts and joins ends with every fold as what is resident.
 
 The publisher's side is `Sidecar`: all of it but sockets and tasks. The readers' side is the subscriber's `Feed` and
-the doubles of vllm-router, whose output is re-based, and of Dynamo. Everything is tiny: tiers, what waits, what is
-retained, parts of snapshots, queues, the reach of replies.
+the doubles of vllm-router, which is told live what no reply can tell it, and of Dynamo. Everything is tiny: tiers,
+what waits, what is retained, parts of snapshots, queues, the reach of replies, messages.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ MAX_READERS = 4
 MANY = 1_000
 TURNS = 6
 ROUNDS = 400
+LIVE_BYTES = 700
+"""No live batch is larger."""
+SLACK_BYTES = 32
+"""A message of several parts has a header of its own."""
 
 branches = st.lists(st.sampled_from([0, 0, 0, 2]), max_size=7)
 paths = st.builds(lambda root, rest: (root, *rest), st.sampled_from([0, 0, 1, 4]), branches)
 ends_s = st.sets(st.integers(0, 7), max_size=4)
 tiers = st.sampled_from([0, 0, 1])
 readers = st.integers(0, MAX_READERS - 1)
+kinds = st.integers(0, 8)
 fates = st.sampled_from(["reset", "fail", "lose", "hang up", "hang up", "kill", "kill", "leave", "wait"])
 few = st.sampled_from([1, 1, 2, 3, MANY])
 shapes = st.builds(
@@ -58,6 +63,7 @@ shapes = st.builds(
     retained_bytes=st.sampled_from([2_000, 1 << 20]),
     part_weight=st.sampled_from([1, 40, 100_000]),
     reply_queue=st.sampled_from([2, 5, MANY]),
+    exact_bytes=st.sampled_from([350, 350, 1_000, 1 << 20]),
 )
 
 
@@ -73,6 +79,7 @@ class Recovering(RuleBasedStateMachine):
         self.shape = shape
         self.ids = count(1)
         self.network = Network()
+        self.network.most_bytes = max(shape.exact_bytes, LIVE_BYTES) + SLACK_BYTES
         self.disk = Reservation(first_seq) if self.durable else None
         self.life = 0
         self.truths: dict[int, Sidecar] = {}
@@ -88,7 +95,14 @@ class Recovering(RuleBasedStateMachine):
 
     # what happens in the tiers
 
-    @rule(place=tiers, path=paths, first=st.integers(0, 3), ends=ends_s, copied=few, sent=few | st.just(0))
+    @rule(
+        place=tiers,
+        path=paths,
+        first=st.integers(0, 3),
+        ends=ends_s,
+        copied=few | st.just(0),
+        sent=few | st.just(0),
+    )
     def store(self, place: int, path: Path, first: int, ends: set[int], copied: int, sent: int) -> None:
         self.sidecar.store(place, path, first, ends, self.ids)
         self.end_copies(place, copied, good=True)
@@ -96,6 +110,13 @@ class Recovering(RuleBasedStateMachine):
 
     def end_copies(self, place: int, most: int, good: bool) -> None:
         self.sidecar.end_copies(place, most, good=good)
+
+    @precondition(lambda self: any(tier.pending for tier in self.sidecar.tiers))
+    @rule(most=few)
+    def copy(self, most: int) -> None:
+        """A copy that a cut may have found under way."""
+        for place in range(len(self.sidecar.tiers)):
+            self.end_copies(place, most, good=True)
 
     # the publisher
 
@@ -145,7 +166,7 @@ class Recovering(RuleBasedStateMachine):
     # readers
 
     @precondition(lambda self: len(self.readers) < MAX_READERS)
-    @rule(place=st.integers(0, 6), batches=st.sampled_from([1, 3, 100]))
+    @rule(place=kinds, batches=st.sampled_from([1, 3, 100]))
     def join(self, place: int, batches: int) -> None:
         if place < len(self.outputs):
             options = Options(hold=HoldLimits(batches), timing=TIMING)
@@ -178,7 +199,35 @@ class Recovering(RuleBasedStateMachine):
             self.serve(place, parts, MANY)
             self.read(place, MANY, MANY, MANY, True)
 
+    @precondition(lambda self: len(self.readers) < MAX_READERS)
+    @rule(place=kinds, lost=st.sampled_from([1, 4, 9, 45]), path=paths, served=st.booleans())
+    def join_in_a_storm(self, place: int, lost: int, path: Path, served: bool) -> None:
+        """The others lose a change and what comes around it, more than is kept; somebody joins in the middle."""
+        for reader in self.readers:
+            reader.link.losing = True
+        for _ in range(lost):
+            self.sidecar.beat()
+            self.sidecar.send()
+        self.join(place, 100)
+        self.store(0, path, 0, {1, 3}, MANY, MANY)
+        if served:
+            self.run(len(self.readers) - 1, 1, MANY)
+
+    @precondition(lambda self: self.readers)
+    @rule(place=readers, changes=st.lists(paths, min_size=1, max_size=4))
+    def read_slowly(self, place: int, changes: list[Path]) -> None:
+        """The state changes between any two messages of an answer."""
+        for number, path in enumerate(changes):
+            self.store(number % 2, path, 0, {1, 3}, MANY, MANY)
+            self.serve(place, 1, 1)
+            self.read(place, 1, 1, 1, True)
+
     # always
+
+    @invariant()
+    def numbers_rise_by_one(self) -> None:
+        if hasattr(self, "sidecar"):
+            self.sidecar.check_numbers()
 
     @invariant()
     def what_is_known_is_true(self) -> None:
@@ -187,8 +236,10 @@ class Recovering(RuleBasedStateMachine):
         snapshots = self.sidecar.recovery.snapshots
         assert len(snapshots) <= self.sidecar.recovery.limits.snapshots
         for reader in self.readers:
-            if isinstance(reader, FeedReader) and reader.output in (VLLM, SNAPSHOTS) and reader.knows:
-                self.check_known(reader)
+            if isinstance(reader, FeedReader) and reader.knows:
+                assert not reader.doubt
+                if reader.output in (VLLM, SNAPSHOTS):
+                    self.check_known(reader)
 
     def check_known(self, reader: FeedReader) -> None:
         """I4: at the number it has come to."""
@@ -214,13 +265,11 @@ class Recovering(RuleBasedStateMachine):
     def flow(self) -> None:
         """Everything arrives and is answered, until nobody waits for anything.
 
-        Some batches are retained: with one or two, readers push out what others are to be told. A reader holds what
-        comes while it asks: one that drops it asks again, for as long as more comes.
+        A reader holds what comes while it asks: one that drops it asks again, for as long as more comes.
         """
-        limits = self.sidecar.journal.limits
-        self.sidecar.journal.limits = limits._replace(retained_batches=16, retained_bytes=1 << 20)
         for reader in self.readers:
             reader.link.losing = False
+            reader.link.high_water_mark = MANY
             if isinstance(reader, FeedReader):
                 reader.lane.sequence.limits = HoldLimits()
         for _ in range(ROUNDS):
@@ -232,13 +281,14 @@ class Recovering(RuleBasedStateMachine):
             self.sidecar.pass_time(0.1)
             for place in range(len(self.readers)):
                 self.read(place, MANY, MANY, MANY, True)
-            if not self.sidecar.clients and not any(reader.busy for reader in self.readers):
+            waiting = self.sidecar.clients or self.sidecar.teller.due
+            if not waiting and not any(reader.busy for reader in self.readers):
                 return
         raise AssertionError(f"it never ends: {self.readers}, {self.sidecar.clients}")
 
     def help_those_who_know(self) -> None:
-        """A router that had to throw its state away recovers at its next hole, if that is wide enough."""
-        stuck = [reader for reader in self.readers if isinstance(reader, BlockingReader) and not reader.whole]
+        """A Dynamo that had to throw its state away recovers at its next hole, if that is wide enough."""
+        stuck = [reader for reader in self.readers if isinstance(reader, DynamoReader) and not reader.whole]
         for reader in stuck:
             reader.link.losing = True
         for _ in range(self.shape.retained + 1 if stuck else 0):
@@ -256,6 +306,7 @@ class Recovering(RuleBasedStateMachine):
         assert reader.state == expected, f"{reader}, {self.sidecar.journal}, {self.sidecar.recovery}"
         if isinstance(reader, FeedReader):
             assert reader.sure, reader
+            assert not reader.doubt
 
 
 class Forgetful(Recovering):
@@ -290,7 +341,7 @@ def test_every_reader_recovers(machine: type[Recovering]) -> None:
 def test_a_client_given_up_in_the_middle_of_a_snapshot_recovers() -> None:
     life = Recovering()
     before = [(0,) * 7, (4,) + (0,) * 5, (1, 0, 0, 0)]
-    life.begin(shape=Shape(1, 12, 50, 30, 1 << 20, 1, 2), first_seq=1000, before=before)
+    life.begin(shape=Shape(1, 12, 50, 30, 1 << 20, 1, 2, 1 << 20), first_seq=1000, before=before)
     life.join(place=VLLM, batches=100)
     life.serve(place=0, parts=MANY, turns=2)
     life.read(place=0, live=0, replies=1, consumed=MANY, passed=False)

@@ -94,14 +94,6 @@ async def test_the_end_marker_is_the_last_message(make: Callable[..., Room]) -> 
     assert frames[-1] == REPLAY_END
 
 
-async def test_an_output_that_is_rebased_ends_the_reply(make: Callable[..., Room]) -> None:
-    room = make(3, 10)
-    cursor = await room.cursor()
-    room.output.numbers.rebase(3)
-    assert cursor.send_some()
-    assert (cursor.over, cursor.reply.seq) == (True, 0)
-
-
 async def test_a_client_that_has_left_is_over(make: Callable[..., Room]) -> None:
     room = make(300, 10)
     cursor = await room.cursor()

@@ -8,10 +8,10 @@ import pytest
 import zmq
 
 from kvevents_service.core.encoding import Encoding
-from kvevents_service.core.journal import Journal, JournalLimits
+from kvevents_service.core.journal import Journal, JournalLimits, Told
 from kvevents_service.core.metadata import BlockStoreMeta, Cleared
 from kvevents_service.service.outputs import Output
-from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.publisher import BATCHES_PER_TURN, Publisher
 from kvevents_service.sockets import Receiver, bind
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
 from kvevents_service.wire.control import GroupSpec
@@ -109,3 +109,25 @@ async def test_without_heartbeats_an_idle_publisher_is_silent(make: Callable[[Jo
     await asyncio.wait([running], timeout=0.1)
     assert publisher.journal.next_seq == 0
     running.cancel()
+
+
+def test_a_state_is_told_behind_what_is_pending_a_message_a_turn(make: Callable[[Journal], Stage]) -> None:
+    publisher, _, _ = make(Journal())
+    part = Encoding(dp_rank=3).encode((Cleared(),), 1.0)
+    asked = []
+
+    def tell() -> bool:
+        asked.append(publisher.journal.next_seq)
+        for _ in range(2 if len(asked) == 1 else 0):
+            publisher.journal.tell(Told(0, (part, part)), 7.5)
+        return len(asked) == 1
+
+    publisher.tell = tell
+    for _ in range(3):
+        publisher.publish((Cleared(),))
+    assert publisher.send_pending(BATCHES_PER_TURN) == 3 + BATCHES_PER_TURN
+    assert publisher.send_pending(BATCHES_PER_TURN) == BATCHES_PER_TURN
+    assert publisher.send_pending(BATCHES_PER_TURN) == 0
+    assert asked == [3, 5]
+    told = [publisher.journal.payload(seq) for seq in (3, 4)]
+    assert [len(decode_batch(payload).batch.events) for payload in told if payload] == [2, 2]

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import zmq
@@ -11,10 +12,11 @@ import zmq
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal
 from kvevents_service.core.replay import Recovery
+from kvevents_service.core.telling import Teller
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.renderer import Renderer
-from kvevents_service.service.replayer import STALL_S, Replayer
+from kvevents_service.service.replayer import EXACT_S, MAX_CLIENTS, STALL_S, Replayer
 from kvevents_service.sockets import Receiver, bind
 from kvevents_service.testing import ManualClock
 from kvevents_service.wire.frames import REPLAY_END, parse_replay_reply
@@ -25,7 +27,16 @@ DEADLINE_S = 20.0
 class Desk:
     """A replayer with `batches` retained from `first` on, and its clients."""
 
-    def __init__(self, context: zmq.Context, first: int, batches: int, high_water_mark: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context,
+        first: int,
+        batches: int,
+        high_water_mark: int,
+        *,
+        exact: bool = False,
+        heartbeat_s: float = 0.0,
+    ) -> None:
         self.context = context
         self.clock = ManualClock()
         self.journal = Journal(first_seq=first)
@@ -37,12 +48,20 @@ class Desk:
         router.setsockopt(zmq.SNDHWM, high_water_mark)
         router.setsockopt(zmq.SNDBUF, 8192)
         self.endpoint = bind(router, "tcp://127.0.0.1:0", "replay")
-        output = Output(context.socket(zmq.PUB), topic="kv")
-        publisher = Publisher(self.journal, [output], numbers=None, wall_clock=time.time)
+        output = Output(context.socket(zmq.PUB), topic="kv", exact=exact)
+        publisher = Publisher(
+            self.journal, [output], numbers=None, wall_clock=time.time, heartbeat_s=heartbeat_s
+        )  # fmt: skip
         recovery = Recovery(self.journal, [Encoding()], clock=time.monotonic, wall_clock=time.time)
-        self.renderer = Renderer(recovery, publisher)
+        self.teller = Teller(recovery, clock=self.clock, wall_clock=time.time)
+        self.renderer = Renderer(recovery, self.teller, publisher)
         self.replayer = Replayer(router, output, self.renderer, clock=self.clock)
         self.parts = (publisher, self.renderer, self.replayer)
+
+    @property
+    def due(self) -> list[int]:
+        """Encodings to be told live, because a request came to nothing."""
+        return self.teller.due
 
     def client(self, kind: int = zmq.DEALER, high_water_mark: int = 1000) -> zmq.Socket:
         socket = self.context.socket(kind)
@@ -68,11 +87,11 @@ async def answer(receiver: Receiver) -> list[int]:
 
 @asynccontextmanager
 async def desk(
-    first: int = 0, batches: int = 5, high_water_mark: int = 1000, renders: bool = True
+    first: int = 0, batches: int = 5, high_water_mark: int = 1000, *, renders: bool = True, **options: Any
 ) -> AsyncIterator[Desk]:
     context = zmq.Context()
     try:
-        opened = Desk(context, first, batches, high_water_mark)
+        opened = Desk(context, first, batches, high_water_mark, **options)
         running = [part for part in opened.parts if renders or part is not opened.renderer]
         tasks = [asyncio.create_task(part.run()) for part in running]
         try:
@@ -174,3 +193,54 @@ async def test_a_client_is_given_up_but_not_told_that_half_a_state_is_all(half: 
                 assert await answer(receiver) == []
             socket.send_multipart([b"", seq(104)])
             assert await answer(receiver) == [104]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+async def test_a_reader_of_exact_replies_that_is_given_up_is_told_live(exact: bool) -> None:
+    async with desk(first=100, renders=False, exact=exact) as opened:
+        with opened.client() as socket:
+            socket.send_multipart([b"", seq(7)])
+            await until(lambda: opened.renderer.recovery.rendering)
+            opened.clock.advance(STALL_S + 1)
+            await until(lambda: opened.replayer.dropped_clients == 1)
+            assert opened.due == ([0] if exact else [])
+
+
+async def test_a_reader_of_exact_replies_that_one_helped_is_not_told_live() -> None:
+    async with desk(first=100, exact=True) as opened:
+        assert await opened.ask([b"", seq(7)]) == list(range(7, 105))
+        assert await opened.ask([b"", seq(102)]) == [102, 103, 104]
+        assert await opened.ask([b"", seq(900)]) == []
+        assert opened.due == []
+
+
+async def test_a_reply_that_takes_longer_than_its_reader_waits_is_told_live() -> None:
+    async with desk(first=100, renders=False, exact=True) as opened:
+        recovery = opened.renderer.recovery
+        with opened.client() as socket, Receiver(socket) as receiver:
+            socket.send_multipart([b"", seq(7)])
+            await until(lambda: recovery.rendering)
+            opened.clock.advance(EXACT_S)
+            while recovery.rendering is not None:
+                recovery.rendering.render_next()
+            assert await answer(receiver) == list(range(7, 105))
+        await until(lambda: opened.due == [0])
+
+
+async def test_one_request_too_many_is_told_live() -> None:
+    async with desk(first=100, renders=False, exact=True) as opened:
+        sockets = [opened.client() for _ in range(MAX_CLIENTS + 1)]
+        for socket in sockets:
+            socket.send_multipart([b"", seq(7)])
+        await until(lambda: opened.replayer.dropped_clients == 1)
+        assert opened.due == [0]
+        for socket in sockets:
+            socket.close(linger=0)
+
+
+async def test_requests_do_not_put_the_heartbeat_off() -> None:
+    async with desk(heartbeat_s=0.3) as opened:
+        async with asyncio.timeout(DEADLINE_S):
+            while opened.journal.next_seq == 5:
+                await opened.ask([b"", seq(4)])
+                await asyncio.sleep(0.05)

@@ -14,6 +14,7 @@ from kvevents_service.core.announce import EVENT_WEIGHT, MAX_BATCH_TOKENS, in_ba
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import BlockStoreMeta, Cleared, RemovedRun
 from kvevents_service.errors import ControlError
+from kvevents_service.service.handshake import read_greeting
 from kvevents_service.testing import make_chain
 from kvevents_service.transfer.memory import attach
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES
@@ -41,6 +42,21 @@ async def test_out_of_descriptors_is_waited_out(run, engine) -> None:
                 peer.close()
         second = await asyncio.to_thread(engine)
         assert await asyncio.to_thread(second.load, CHAIN, [10, 11, 12, 13]) == 4
+
+
+@pytest.mark.parametrize(("count", "room", "expected"), [(64, 0, "limit of open files"), (65, 999, "at most 64")])
+async def test_no_room_for_descriptors_is_not_called_too_many(count: int, room: int, expected: str) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ours, theirs:
+        socket.send_fds(theirs, [bytes(4)], [0] * count)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, len(os.listdir("/proc/self/fd")) + room), hard))
+        try:
+            with pytest.raises(ControlError, match=expected):
+                await read_greeting(ours)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_draining_sidecar_takes_no_more_steps(run, engine) -> None:

@@ -40,7 +40,9 @@ def kinds(home: Path) -> list[Kind]:
 def play(scenario: Scenario, asked: Sequence[Kind], directory: Path) -> Iterator[Line]:
     """Play it once with all consumers subscribed at the same time."""
     asked = [kind for kind in asked if kind.replays or not scenario.recovery]
-    stage = Stage(directory, asked, blocks=scenario.blocks, retained=scenario.retained)
+    stage = Stage(
+        directory, asked, blocks=scenario.blocks, retained=scenario.retained, check_s=scenario.check_s
+    )  # fmt: skip
     wrong: dict[str, str] = {}
     points = 0
     try:
@@ -63,7 +65,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--consumer", action="append", default=[], help="only those whose name has this in it")
     parser.add_argument("--scenario", action="append", default=[], help="only those whose name has this in it")
-    parser.add_argument("--large", action="store_true", help="instead: a late join to 300,000 blocks, for the real")
+    parser.add_argument("--large", action="store_true", help="instead: 300,000 blocks and a million, for the real")
     options = parser.parse_args()
     asked = [kind for kind in kinds(options.directory.resolve()) if _chosen(kind.name, options.consumer)]
     if options.large:

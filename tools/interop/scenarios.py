@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from stage import Stage
+from stage import CHECK_S, Stage
 
 MILLION = 1_000_000
 RETAINED = 8
@@ -16,7 +16,9 @@ RETAINED = 8
 FEW = 2
 LARGE = 16_384
 """Blocks: a state of this size comes in many batches."""
-HUGE = 300_032
+HUGE, HUGER = 300_032, 1_000_192
+HUGE_CHECK_S = 120.0
+"""vllm-router folds a million blocks in 16 s, and two readers do it twice."""
 MANY = 11_000
 """More numbers than a replay spans."""
 
@@ -27,7 +29,7 @@ Play = Callable[[Stage], Iterator[Wrong]]
 class Scenario(NamedTuple):
     """`play` yields what is wrong at each point where consumers are asked. recovery: of those only that replay.
 
-    retained: batches that the sidecar keeps. blocks: size of its tier.
+    retained: batches that the sidecar keeps. blocks: size of its tier. check_s: for which readers may be wrong.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Scenario(NamedTuple):
     retained: int = 10_000
     blocks: int = 64
     recovery: bool = False
+    check_s: float = CHECK_S
 
 
 def live(stage: Stage) -> Iterator[Wrong]:
@@ -65,7 +68,25 @@ def late_join_large(stage: Stage) -> Iterator[Wrong]:
 
 def late_join_huge(stage: Stage) -> Iterator[Wrong]:
     """More than 16 MiB of state."""
-    yield from _late_join_of(stage, HUGE)
+    yield from _huge(stage, HUGE)
+
+
+def late_join_huger(stage: Stage) -> Iterator[Wrong]:
+    """More than vllm-router folds in the 5 s that it gives a reply."""
+    yield from _huge(stage, HUGER)
+
+
+def _huge(stage: Stage, blocks: int) -> Iterator[Wrong]:
+    """One of each joins late, then another of each, and then both lose what is no longer kept."""
+    yield from _late_join_of(stage, blocks)
+    stage.join()
+    stage.feed(1)
+    yield stage.check()
+    stage.lose(True)
+    stage.feed(2 * RETAINED)
+    stage.lose(False)
+    stage.feed(1)
+    yield stage.check()
 
 
 def _late_join_of(stage: Stage, blocks: int) -> Iterator[Wrong]:
@@ -259,6 +280,7 @@ SCENARIOS = (
     Scenario("a second reader of each kind, after 11,000 numbers", second_reader, RETAINED, recovery=True),
 )
 LARGE_SCENARIOS = (
-    Scenario("late join above a million, 300,000 blocks", late_join_huge, RETAINED, HUGE + LARGE, recovery=True),
+    Scenario("300,000 blocks: joins and losses", late_join_huge, RETAINED, HUGE + LARGE, True, HUGE_CHECK_S),
+    Scenario("1,000,000 blocks: joins and losses", late_join_huger, RETAINED, HUGER + LARGE, True, HUGE_CHECK_S),
 )
 """For the real consumers only: the doubles would take minutes."""

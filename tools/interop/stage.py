@@ -49,9 +49,18 @@ class Joined(NamedTuple):
 class Stage:
     """One scenario's sidecar, prompts and consumers."""
 
-    def __init__(self, directory: Path, kinds: Sequence[Kind], *, blocks: int = 64, retained: int = 10_000) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        kinds: Sequence[Kind],
+        *,
+        blocks: int = 64,
+        retained: int = 10_000,
+        check_s: float = CHECK_S,
+    ) -> None:
         self.directory = directory
         self.kinds = kinds
+        self._check_s = check_s
         topics = {kind.dialect: kind.topic for kind in kinds}
         self.sidecar = Sidecar(directory, topics, blocks=blocks, retained=retained)
         self._random = Random(SEED)
@@ -124,12 +133,12 @@ class Stage:
     # the check
 
     def check(self) -> dict[str, str]:
-        """Ask every consumer for every prompt until all answers are right and stay right, or for CHECK_S.
+        """Ask every consumer for every prompt until all answers are right and stay right, or for too long.
 
         Returns what is wrong at the end, by consumer.
         """
         held = self.feeder.held() if self._tiers is None else self._tiers.held()
-        deadline, right_since = time.monotonic() + CHECK_S, None
+        deadline, right_since = time.monotonic() + self._check_s, None
         while True:
             wrong = self._compare_all(held)
             now = time.monotonic()
