@@ -145,17 +145,29 @@ def _stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str, *, wide:
     return (
         hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes) if hashes is None else hashes,
         None if parent is None else hash_in(dialect.hashes, parent),
-        wide_tokens(meta.token_ids) if wide else int32_list(meta.token_ids),
+        _tokens(dialect, meta, wide=wide),
         meta.block_size,
         meta.lora_id,
         medium,
         meta.lora_name,
-        plain_extra_keys(meta.extra_keys) if dialect.plain_extra_keys else meta.extra_keys,
+        _extra_keys(dialect, meta),
         group.index,
         group.kind,
         group.sliding_window if group.kind in WINDOW_KINDS else None,  # a chunk is no window
         LOCAL,
     )
+
+
+def _tokens(dialect: Dialect, meta: BlockStoreMeta, *, wide: bool) -> Any:
+    if not dialect.tokens:
+        return []
+    return wide_tokens(meta.token_ids) if wide else int32_list(meta.token_ids)
+
+
+def _extra_keys(dialect: Dialect, meta: BlockStoreMeta) -> list[Any] | None:
+    if not dialect.tokens:
+        return None
+    return plain_extra_keys(meta.extra_keys) if dialect.plain_extra_keys else meta.extra_keys
 
 
 def _removed_values(dialect: Dialect, run: RemovedRun, medium: str) -> tuple[Any, ...]:
