@@ -50,7 +50,7 @@ def test_the_books_are_bounded_and_the_longest_silent_is_forgotten() -> None:
     allowance = Allowance(SLOW)
     admitted(allowance, "first", 0.0)
     admitted(allowance, "busy", 0.0)
-    for number in range(MAX_PEERS + 8):
+    for number in range(MAX_PEERS + 1):
         allowance.admits("busy", 0.0)
         allowance.admits(f"peer-{number}", 0.0)
     assert repr(allowance) == f"<Allowance peers={MAX_PEERS} refused={allowance.refused}>"
