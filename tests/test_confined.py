@@ -69,6 +69,20 @@ def test_it_serves_an_engine_and_drains_with_nothing_but_its_directory(directory
     assert list(state.iterdir())
 
 
+def test_it_makes_private_directories_in_a_volume_that_its_group_may_write(directory: Path) -> None:
+    """As Kubernetes mounts one: root's, of the pod's group, mode 2777. docker/kubernetes names these places."""
+    volume = directory / "volume"
+    volume.mkdir()
+    os.chown(volume, 0, confinement.UID)
+    volume.chmod(0o2777)
+    options = ("--engine-socket", f"{volume}/private/engine.sock", "--state-dir", f"{volume}/state")
+    with serving(directory, *options) as sidecar:
+        for made in ("private", "state"):
+            status = (volume / made).stat()
+            assert (status.st_uid, status.st_mode & 0o777) == (confinement.UID, 0o700)
+        assert sidecar.end(signal.SIGTERM)[0] == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_as_the_first_process_it_takes_signals(directory: Path, number: signal.Signals) -> None:
     """The kernel gives PID 1 only the signals that it handles."""
