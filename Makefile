@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench oracle interop schema clean setup
+.PHONY: demo test check bench oracle interop docker-check schema clean setup
 
 setup: $(STAMP)
 
@@ -36,6 +36,10 @@ INTEROP ?= .interop
 interop: $(STAMP)
 	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
 	@$(BIN)/python tools/interop "$(INTEROP)"
+
+# Replays docker/Dockerfile without Docker; root and Linux. DOCKER_ARGS: as --build-arg NAME=VALUE.
+docker-check: $(STAMP)
+	@$(BIN)/python tools/docker_check.py $(DOCKER_ARGS)
 
 schema: $(STAMP)
 	@$(BIN)/python tools/make_schema.py

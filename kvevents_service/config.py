@@ -51,12 +51,35 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dialect: str = "vllm"
     topic: str = ""
     dp_rank: int = 0
+    curve_secret_file: str | None = None
+    curve_allowed_keys_file: str | None = None
+    redact_tokens: bool = False
+    hash_salt_file: str | None = None
 
     def __post_init__(self) -> None:
         _expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
+        self._check_secrets()
         _expect(0 <= self.dp_rank <= MAX_INT32, "dp_rank", f"a whole number from 0 to {MAX_INT32}")
         takes_id = self.snapshot is None or DIALECTS[self.dialect].publisher_id
         _expect(takes_id, "snapshot", f"dialect {_SNAPSHOT_DIALECTS}, not {self.dialect}, or no snapshot endpoint")
+
+    def _check_secrets(self) -> None:
+        for setting in ("curve_secret_file", "curve_allowed_keys_file", "hash_salt_file"):
+            path = getattr(self, setting)
+            _expect(path is None or _is_path(path), setting, "a file")
+        secret, allowed = self.curve_secret_file is not None, self.curve_allowed_keys_file is not None
+        _expect(allowed or not secret, "curve_allowed_keys_file", "a file, as curve_secret_file is set")
+        _expect(secret or not allowed, "curve_secret_file", "a file, as curve_allowed_keys_file is set")
+        finds_by, name = DIALECTS[self.dialect].finds_by, self.dialect
+        found = finds_by != "token_ids" or not self.redact_tokens
+        _expect(found, "redact_tokens", f"false with dialect {name}: its readers find prompts by token ids")
+        found = finds_by != "block_hashes" or self.hash_salt_file is None
+        _expect(found, "hash_salt_file", f"nothing with dialect {name}: its readers compute the engine's hashes")
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether only readers with an allowed key can connect."""
+        return self.curve_secret_file is not None
 
     def endpoints(self) -> dict[str, str]:
         """What is bound, by the name of its setting."""
@@ -71,7 +94,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `disk_bytes` the tier is a file there instead. `host_blocks` and `disk_blocks` cap the tier in blocks.
     `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other
     machines can reach need `allow_remote`: events carry prompt tokens.
-    `pub` to `dp_rank` describe one output; `outputs` stand in their place. `labels` fill in topics.
+    `pub` to `hash_salt_file` describe one output; `outputs` stand in their place. `labels` fill in topics.
+    `requests_per_s` and `answer_bytes_per_s` bound what each host may ask of replay and snapshot endpoints.
+    `curve_secret_file` and `curve_allowed_keys_file`: see `curve`. `redact_tokens`: stores have no token ids;
+    `hash_salt_file`: block hashes are mapped one way. See docs/security.md.
     """
 
     engine_socket: str = msgspec.field(default_factory=default_engine_socket)
@@ -86,6 +112,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dialect: str = "vllm"
     topic: str = ""
     dp_rank: int = 0
+    curve_secret_file: str | None = None
+    curve_allowed_keys_file: str | None = None
+    redact_tokens: bool = False
+    hash_salt_file: str | None = None
     outputs: tuple[OutputConfig, ...] = ()
     labels: dict[str, str] = {}
     heartbeat_s: float = 2.0
@@ -94,6 +124,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retained_batches: int = 10_000
     retained_bytes: int = 256 * 1024 * 1024
     send_high_water_mark: int = 2_000
+    requests_per_s: float = 100.0
+    answer_bytes_per_s: float = 268_435_456.0
     stop_s: float = 10.0
     log_level: str = "info"
 
@@ -101,6 +133,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._check_tier()
         for setting in ("retained_batches", "retained_bytes", "send_high_water_mark"):
             _expect(getattr(self, setting) > 0, setting, "a positive whole number")
+        for setting in ("requests_per_s", "answer_bytes_per_s"):
+            _expect(0 <= getattr(self, setting) < float("inf"), setting, "a number; 0 is no limit")
         beats = self.heartbeat_s == 0 or MIN_HEARTBEAT_S <= self.heartbeat_s <= 3600
         _expect(beats, "heartbeat_s", f"seconds from {MIN_HEARTBEAT_S} to 3600; 0 is off")
         _expect(self.send_high_water_mark <= MAX_INT32, "send_high_water_mark", f"at most {MAX_INT32}")
@@ -113,14 +147,14 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             topic_bytes = len(output.topic.encode(errors="replace"))
             fits = _is_text(output.topic) and topic_bytes <= MAX_TOPIC_BYTES
             _expect(fits, "topic", f"at most {MAX_TOPIC_BYTES} bytes of UTF-8")
-        for name, endpoint in self._named_endpoints():
-            self._check_endpoint(name, endpoint)
+        for name, endpoint, output in self._named_endpoints():
+            self._check_endpoint(name, endpoint, open_to_all=not output.encrypted)
         self._check_overlaps()
 
     @property
     def event_outputs(self) -> list[OutputConfig]:
         """Every output, its topic filled in."""
-        one = OutputConfig(self.pub, self.replay, self.snapshot, self.dialect, self.topic, self.dp_rank)
+        one = OutputConfig(**{name: getattr(self, name) for name in OutputConfig.__struct_fields__})
         return [
             msgspec.structs.replace(output, topic=filled_in(output.topic, self.labels, os.environ))
             for output in self.outputs or (one,)
@@ -128,16 +162,16 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_overlaps(self) -> None:
         taken: list[tuple[str, str]] = []
-        for name, endpoint in self._named_endpoints():
+        for name, endpoint, _ in self._named_endpoints():
             for other, bound in taken:
                 _expect(not overlap(endpoint, bound), name, f"an endpoint other than {other}'s {bound}")
             taken.append((name, endpoint))
 
-    def _named_endpoints(self) -> Iterator[tuple[str, str]]:
-        """What is bound, by the name of its setting in the file."""
+    def _named_endpoints(self) -> Iterator[tuple[str, str, OutputConfig]]:
+        """What is bound, by the name of its setting in the file, and the output it belongs to."""
         for number, output in enumerate(self.event_outputs):
             for setting, endpoint in output.endpoints().items():
-                yield f"outputs[{number}].{setting}" if self.outputs else setting, endpoint
+                yield f"outputs[{number}].{setting}" if self.outputs else setting, endpoint, output
 
     def _check_tier(self) -> None:
         disk, alone = self.disk_path is not None, "beside a disk tier: one tier at a time for now"
@@ -159,7 +193,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return TierSettings("disk", self.disk_bytes or 0, self.disk_blocks, self.disk_path)
         return TierSettings("host", self.host_bytes or DEFAULT_HOST_BYTES, self.host_blocks)
 
-    def _check_endpoint(self, setting: str, endpoint: str) -> None:
+    def _check_endpoint(self, setting: str, endpoint: str, *, open_to_all: bool) -> None:
         _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
         _expect(_is_text(endpoint) and _is_path(endpoint), setting, "an endpoint in UTF-8, without NUL")
         if endpoint.startswith("tcp://"):
@@ -167,8 +201,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             digits = port.isascii() and port.isdigit() and len(port) <= 5
             _expect(digits and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
             _expect(host != "" and (":" not in host or host[0] == "["), setting, "a host; IPv6 in [brackets]")
-        local = self.allow_remote or is_local(endpoint)
-        _expect(local, setting, "a loopback address, or --allow-remote: events carry prompt tokens")
+        kept = self.allow_remote or not open_to_all or is_local(endpoint)
+        expected = "a loopback address, CURVE keys, or --allow-remote: events carry prompt tokens"
+        _expect(kept, setting, expected)
 
 
 def _expect(good: bool, setting: str, expected: str) -> None:

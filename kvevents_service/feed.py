@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.sequence import Ask, Deliver, Gap, HoldLimits, Origin, Restart, Resync, Sequencer, Step
 from kvevents_service.errors import WireError
-from kvevents_service.items import Back, Batch, Item, Source, Stale, Undecodable
+from kvevents_service.items import Back, Batch, Item, Refused, Source, Stale, Undecodable
 from kvevents_service.sockets import RECHECK_S
 from kvevents_service.subscription import HIGH_WATER_MARK, TURN, Request, Subscription, Timing, TopicFilter
 from kvevents_service.wire.codec import decode_batch
@@ -99,7 +99,9 @@ class Feed:
         self._counts: Counter[str] = Counter()
         self._lanes = [self._lane(Origin(source.name, source.topic.encode(), source.dp_rank))]
         self._keyed: dict[tuple[bytes, int | None], Lane] = {}
-        self._out: deque[tuple[Lane, Deliver | Gap | Restart | Resync | Undecodable] | Stale | Back] = deque()
+        self._out: deque[tuple[Lane, Deliver | Gap | Restart | Resync | Undecodable] | Stale | Back | Refused] = (
+            deque()
+        )
         self._live: Subscription | None = None
         self._polled_at = self._heard_at = 0.0
 
@@ -132,7 +134,9 @@ class Feed:
         options = self.options
         prefix = b"" if options.observe_topics else self.topics.wanted
         inbox = options.hold if options.overflow == "drop" else None
-        self._live = Subscription(self.endpoint, prefix, options.high_water_mark, self._wake, inbox)
+        self._live = Subscription(
+            self.endpoint, prefix, options.high_water_mark, self._wake, inbox, self.source.keys
+        )
         self.endpoint = self._live.endpoint
         self._heard_at = self._polled_at = now
         self._take(self._lanes[0], self._lanes[0].sequence.start())
@@ -161,13 +165,15 @@ class Feed:
             self._take(lane, lane.passed(step, idle))
             self._poll_request(lane, step)
         self._check_silence(now)
+        if idle and (reason := live.new_refusal(now)):
+            self._out.append(Refused(self.source.name, reason))
 
     def take(self) -> Item | None:
         """The next item of what was read."""
         if not self._out:
             return None
         head = self._out.popleft()
-        return head if isinstance(head, Stale | Back) else self._item(*head)
+        return head if isinstance(head, Stale | Back | Refused) else self._item(*head)
 
     def _due(self, live: Subscription, now: float) -> bool:
         if live.incoming.readable or now - self._polled_at >= RECHECK_S:

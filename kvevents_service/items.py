@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from kvevents_service.core.sequence import NOWHERE, Gap, Origin, Restart, Resync
+from kvevents_service.curve import ClientKeys
 from kvevents_service.errors import WireError
 from kvevents_service.wire.codec import Skipped
 from kvevents_service.wire.events import EventBatch
@@ -19,6 +20,7 @@ class Source(NamedTuple):
     topic: exactly this one; "" for all, each with numbers of its own.
     dp_rank: of the batches that do not say one.
     label: its name in the items; the endpoint, unless given.
+    keys: of a publisher behind CURVE: ours, and its public one.
     """
 
     endpoint: str
@@ -27,6 +29,7 @@ class Source(NamedTuple):
     topic: str = ""
     dp_rank: int | None = None
     label: str = ""
+    keys: ClientKeys | None = None
 
     @property
     def name(self) -> str:
@@ -67,4 +70,12 @@ class Back(NamedTuple):
     label: str
 
 
-Item: TypeAlias = Batch | Gap | Restart | Resync | Undecodable | Stale | Back
+class Refused(NamedTuple):
+    """The publisher of this label does not let us in; `reason` is for people. Said once, until that changes: it is
+    asked again and again, and what comes when it does let us in is a history like any other."""
+
+    label: str
+    reason: str
+
+
+Item: TypeAlias = Batch | Gap | Restart | Resync | Undecodable | Stale | Back | Refused

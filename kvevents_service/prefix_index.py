@@ -18,7 +18,7 @@ from typing import Final
 from kvevents_service.core.holders import Held
 from kvevents_service.core.prefix_index import MAX_ORPHANS, BlockIndex
 from kvevents_service.core.sequence import Origin
-from kvevents_service.items import Back, Batch, Item, Stale
+from kvevents_service.items import Back, Batch, Item, Refused, Stale
 from kvevents_service.wire.events import BlockHash, Event
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,8 @@ class PrefixIndex(BlockIndex):
                 self.stale.add(item.label)
             case Back():
                 self.stale.discard(item.label)
+            case Refused():
+                pass  # it was never heard, or it will be stale
             case _:
                 self.forget(item.source)
 

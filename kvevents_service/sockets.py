@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
+from typing import TypeVar
 
 import zmq
 
@@ -23,6 +24,7 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _WILDCARDS = {"*", "0.0.0.0", "[::]"}
 _PATHLESS = {"*", "@"}
 _LOCAL_NAMES = {"localhost": "127.0.0.1"}
+T = TypeVar("T")
 
 
 class Receiver:
@@ -76,17 +78,44 @@ class Receiver:
             yield frames
         self._ready.set()
 
+    def recv_from_nowait(self) -> tuple[str, list[bytes]] | None:
+        """Who sent it (see `peer_of`), and one message if there is one."""
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return peer_of(frames[0]), [frame.bytes for frame in frames]
+
     async def recv(self) -> list[bytes]:
         """The next message. Waits as long as it takes, and one turn of the loop at least: a flood stops nobody."""
+        return await self._awaited(self.recv_nowait)
+
+    async def recv_from(self) -> tuple[str, list[bytes]]:
+        """The next message and its sender, likewise."""
+        return await self._awaited(self.recv_from_nowait)
+
+    async def _awaited(self, take: Callable[[], T | None]) -> T:
         await asyncio.sleep(0)
-        while (frames := self.recv_nowait()) is None:
+        while (taken := take()) is None:
             self._ready.clear()
-            if (frames := self.recv_nowait()) is not None:
-                return frames
+            if (taken := take()) is not None:
+                return taken
             with suppress(TimeoutError):
                 async with asyncio.timeout(RECHECK_S):  # not wait_for: before 3.12 it can swallow a cancellation
                     await self._ready.wait()
-        return frames
+        return taken
+
+
+def peer_of(frame: zmq.Frame) -> str:
+    """The host that a message came from: an IP address, "localhost:uid:gid" for ipc, "" if ZeroMQ cannot say.
+
+    Without port or process: a host that connects anew is the same peer.
+    """
+    try:
+        peer = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+    return peer.rpartition(":")[0] if peer.startswith("localhost:") else peer
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
@@ -103,9 +132,12 @@ def bind(socket: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
 
 
 def is_stale(path: str, setting: str) -> bool:
-    """Whether a dead process left a socket there. ConfigError if another file is there, or somebody listens."""
+    """Whether a dead process left a socket there. ConfigError if another file is there, or somebody listens.
+
+    A symbolic link is another file, wherever it leads.
+    """
     try:
-        mode = os.stat(path).st_mode
+        mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -33,13 +33,13 @@ from kvevents_service.core.residency import Residency
 from kvevents_service.core.sequence import Gap, HoldLimits, Origin, Restart, Resync
 from kvevents_service.errors import ConfigError
 from kvevents_service.feed import Feed, Options
-from kvevents_service.items import Back, Batch, Item, Source, Stale, Undecodable
+from kvevents_service.items import Back, Batch, Item, Refused, Source, Stale, Undecodable
 from kvevents_service.sockets import RECHECK_S
 from kvevents_service.subscription import HIGH_WATER_MARK, MAX_TOPICS, TURN, Timing
 
 __all__ = [
-    "Back", "Batch", "Gap", "HoldLimits", "Item", "Origin", "Restart", "Resync", "Source", "Stale", "Subscriber",
-    "Timing", "Undecodable",
+    "Back", "Batch", "Gap", "HoldLimits", "Item", "Origin", "Refused", "Restart", "Resync", "Source", "Stale",
+    "Subscriber", "Timing", "Undecodable",
 ]  # fmt: skip
 
 BURST: Final = 16

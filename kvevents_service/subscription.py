@@ -14,9 +14,10 @@ from contextlib import suppress
 from typing import Final, NamedTuple, TypeAlias
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvevents_service.core.sequence import HoldLimits
+from kvevents_service.curve import ClientKeys
+from kvevents_service.handshakes import FAILURES, Door, Monitor
 from kvevents_service.sockets import MAX_MESSAGE_BYTES, Receiver, connect
 from kvevents_service.wire.frames import replay_request
 from kvevents_service.wire.peek import SNAPSHOT_REQUEST
@@ -29,7 +30,8 @@ TURN: Final = 64
 """Of so many messages of one socket, those of the others get a turn."""
 MAX_TOPICS: Final = 64
 MAX_TOPIC_BYTES: Final = 256
-_MONITOR: Final = "inproc://monitor"
+KNOCK_S: Final = 1.0
+"""So long after a refusal that ZeroMQ takes for the last word, the publisher is asked again."""
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
@@ -125,7 +127,8 @@ class Subscription:
     """A SUB socket with a context of its own: connected, or it will be once a publisher is there.
 
     inbox: bounds of what waits in memory; None: everything waits in the socket. wake: called when there may be
-    something to read. A context each, so that a name that does not resolve delays no other source.
+    something to read. keys: of a publisher behind CURVE. A context each, so that a name that does not resolve
+    delays no other source.
     `endpoint` is what it became: a wildcard is this machine. Raises ConfigError for one that cannot be.
     """
 
@@ -136,16 +139,19 @@ class Subscription:
         high_water_mark: int,
         wake: Callable[[], None],
         inbox: HoldLimits | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._context: Context = zmq.Context()
-        self._connected = False
+        self._keys = keys
+        self._door = Door(keys.public if keys else None)
+        self._knock_at = 0.0
+        self._told = ""
         self._wake = wake
         try:
-            self._socket = _socket(self._context, zmq.SUB, high_water_mark)
+            self._socket = _socket(self._context, zmq.SUB, high_water_mark, keys)
             self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
-            self._monitor = _socket(self._context, zmq.PAIR, 0)  # no limit: a full one would stop ZeroMQ's thread
-            self._socket.monitor(_MONITOR, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            self._monitor.connect(_MONITOR)
+            events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILURES
+            self._monitor = Monitor(self._context, self._socket, events)
             self.endpoint = connect(self._socket, endpoint, "endpoint")
             self._receiver = Receiver(self._socket, None if inbox else wake)
         except BaseException:
@@ -167,19 +173,35 @@ class Subscription:
     @property
     def connected(self) -> bool:
         """Whether a publisher answered, and has not gone away since."""
-        with suppress(zmq.Again):
-            while True:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-                self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        return self._connected
+        for told in self._monitor.taken():
+            self._door.saw(told)
+        return self._door.open
+
+    @property
+    def refusal(self) -> str:
+        """Why the publisher does not let us in, for people; "" as long as nothing says so."""
+        return "" if self.connected else self._door.refusal
+
+    def new_refusal(self, now: float) -> str:
+        """The refusal, once, when it is another than the last time. To be called now and then: it knocks again."""
+        refusal, before = self.refusal, self._told
+        self._told = refusal
+        if not (refusal and self._door.final):
+            self._knock_at = now + KNOCK_S
+        elif now >= self._knock_at:
+            self._knock_at = now + KNOCK_S
+            with suppress(zmq.ZMQError):
+                self._socket.disconnect(self.endpoint)
+            self._socket.connect(self.endpoint)
+        return refusal if refusal != before else ""
 
     def replay(self, endpoint: str, start: int) -> Request:
         """Ask for the batches from `start` on. To be closed by the caller, before this."""
-        return Request(self._context, endpoint, "replay", replay_request(start), self._wake)
+        return Request(self._context, endpoint, "replay", replay_request(start), self._wake, self._keys)
 
     def snapshot(self, endpoint: str) -> Request:
         """Ask for the whole state in one message. Likewise."""
-        return Request(self._context, endpoint, "snapshot", SNAPSHOT_REQUEST, self._wake)
+        return Request(self._context, endpoint, "snapshot", SNAPSHOT_REQUEST, self._wake, self._keys)
 
     async def close(self) -> None:
         """Close the sockets at once, then wait for ZeroMQ's thread, `TERM_S` at most."""
@@ -199,10 +221,16 @@ class Request:
     """
 
     def __init__(
-        self, context: Context, endpoint: str, kind: str, frames: Sequence[bytes], wake: Callable[[], None]
+        self,
+        context: Context,
+        endpoint: str,
+        kind: str,
+        frames: Sequence[bytes],
+        wake: Callable[[], None],
+        keys: ClientKeys | None = None,
     ) -> None:
         self.kind = kind
-        self._socket = _socket(context, zmq.DEALER, HIGH_WATER_MARK)
+        self._socket = _socket(context, zmq.DEALER, HIGH_WATER_MARK, keys)
         connect(self._socket, endpoint, kind)
         self._socket.send_multipart(frames, zmq.NOBLOCK)
         self._receiver = Receiver(self._socket, wake)
@@ -239,11 +267,13 @@ class Request:
         self._socket.close()
 
 
-def _socket(context: Context, kind: int, high_water_mark: int) -> zmq.Socket[bytes]:
+def _socket(context: Context, kind: int, high_water_mark: int, keys: ClientKeys | None) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    if keys is not None:
+        keys.guard(socket)
     return socket
 
 

@@ -29,8 +29,11 @@ MAY_IMPORT = {
     "core": {"core", "wire", "errors"},
     "transfer": {"transfer", "core", "wire", "errors"},
     "engine": {"engine", "core", "wire", "errors"},
-    "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets"},
-    "cli": {"cli", "subscriber", "service", "wire", "core", "config", "errors", "sockets", "engine"},
+    "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets", "curve", "handshakes"},
+    "cli": {
+        *("cli", "subscriber", "service", "wire", "core", "config", "errors", "sockets", "engine"),
+        *("curve", "handshakes"),
+    },
 }
 """What a folder may import of this package."""
 

@@ -7,7 +7,7 @@ import pytest
 from kvevents_service.core.holders import Held
 from kvevents_service.errors import WireError
 from kvevents_service.prefix_index import PrefixIndex
-from kvevents_service.subscriber import Back, Batch, Gap, Item, Origin, Restart, Resync, Stale, Undecodable
+from kvevents_service.subscriber import Back, Batch, Gap, Item, Origin, Refused, Restart, Resync, Stale, Undecodable
 from kvevents_service.wire.events import BlockStored, EventBatch
 
 A, B = Origin("pod-a", b"kv", 0), Origin("pod-b", b"kv", 0)
@@ -36,6 +36,12 @@ def test_it_answers_by_source() -> None:
 )
 def test_after_a_loss_that_source_is_forgotten(loss: Item) -> None:
     assert fed(batch(A), batch(B), loss).match([1, 1]) == {B: HELD}
+
+
+def test_a_refusal_forgets_nothing() -> None:
+    index = fed(batch(A), Refused(A.label, "keys"))
+    assert len(index) == len(fed(batch(A)))
+    assert len(index)
 
 
 def test_a_stale_source_is_left_out_until_it_is_back() -> None:

@@ -127,12 +127,12 @@ def test_the_table_of_error_codes_is_the_source() -> None:
 
 
 def test_the_table_of_bounds_is_the_source() -> None:
-    from kvevents_service.core import announce, groups, journal, offers, replay, tier
+    from kvevents_service.core import allowance, announce, groups, journal, offers, replay, tier
     from kvevents_service.service import engines, handshake, replayer, session, sidecar
     from kvevents_service.service import snapshot_endpoint as endpoint
     from kvevents_service.wire import codec, control
 
-    replays = replay.ReplayLimits()
+    replays, asked = replay.ReplayLimits(), allowance.AllowanceLimits()
     journal_limits, limits = journal.JournalLimits(), tier.Limits()
     assert {row[0]: row[1] for row in table_under("Bounds")} == {
         "frame body": f"{control.MAX_FRAME_BYTES} bytes",
@@ -160,6 +160,9 @@ def test_the_table_of_bounds_is_the_source() -> None:
         "kept longer for replies under way": f"{journal_limits.needed_batches} batches, "
         f"{journal_limits.needed_bytes} bytes",
         "replays of one output at a time": str(replayer.MAX_CLIENTS),
+        "requests of one host, replays and snapshots": f"{asked.requests_per_s:g} a second (`requests_per_s`), "
+        f"{asked.burst_s:g} seconds' worth at once",
+        "bytes of answers to one host": f"{int(asked.bytes_per_s)} a second (`answer_bytes_per_s`), likewise",
         "one replay": f"{replayer.STALL_S:g} s without progress, {replayer.CLIENT_DEADLINE_S:g} s in all",
         "numbers in a reply with a snapshot": f"{replays.reach}; exact ones {replays.exact_reach}",
         "snapshots in memory": str(replays.snapshots),

@@ -8,6 +8,7 @@ import click
 
 from kvevents_service.cli.demo import demo
 from kvevents_service.cli.dialects import dialects
+from kvevents_service.cli.keys import keygen
 from kvevents_service.cli.serve import serve
 from kvevents_service.cli.snapshot import snapshot
 from kvevents_service.cli.tail import tail
@@ -26,6 +27,7 @@ kvevents.add_command(tail)
 kvevents.add_command(snapshot)
 kvevents.add_command(demo)
 kvevents.add_command(dialects)
+kvevents.add_command(keygen)
 
 
 def main() -> None:

@@ -39,6 +39,10 @@ GC_THRESHOLD = 50_000
 @click.option("--dialect", metavar="NAME", help="What the readers of --pub take. [default: vllm]")
 @click.option("--topic", metavar="T", help="Topic of every message, as kv@{pod}@{model}. [default: empty]")
 @click.option("--dp-rank", type=int, metavar="N", help="Data parallel rank in every batch. [default: 0]")
+@click.option("--curve-secret-file", metavar="F", help="Encrypt events with the key in F (kvevents keygen).")
+@click.option("--curve-allowed-keys-file", metavar="F", help="With it: public keys that may connect, one a line.")
+@click.option("--redact-tokens", is_flag=True, default=None, help="Send no token ids; not every dialect can.")
+@click.option("--hash-salt-file", metavar="F", help="Map block hashes one way, with the random bytes in F.")
 @click.option("--state-dir", metavar="D", help="Keep event numbers here, so that they never go back.")
 @click.option("--allow-remote", is_flag=True, default=None, help="Allow addresses other machines can reach.")
 @click.option(

@@ -7,16 +7,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Final, NamedTuple
 
 import click
 import zmq
 
+from kvevents_service.cli.keys import client_keys, with_keys
 from kvevents_service.cli.render import JsonLines, Look, Origin, escape, plural
 from kvevents_service.cli.terminal import chat, discard_stdout, write
 from kvevents_service.core.residency import Residency
-from kvevents_service.errors import ConfigError, WireError
+from kvevents_service.curve import ClientKeys
+from kvevents_service.errors import ConfigError, SidecarGone, WireError
+from kvevents_service.handshakes import FAILURES, Door, Monitor
 from kvevents_service.sockets import connect
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.events import BlockStored, EventBatch
@@ -40,6 +44,7 @@ class Snapshot(NamedTuple):
 @click.argument("endpoint")
 @click.option("--json", "as_json", is_flag=True, help="One event a line, as `kvevents tail --json`.")
 @click.option("--tokens", is_flag=True, help="With --json: show token ids, they are the users' prompts.")
+@with_keys
 @click.option(
     "--wait",
     default=30.0,
@@ -48,19 +53,26 @@ class Snapshot(NamedTuple):
     metavar="S",
     help="Give up after S seconds.",
 )
-def snapshot(endpoint: str, as_json: bool, tokens: bool, wait: float) -> int:
+def snapshot(
+    endpoint: str,
+    as_json: bool,
+    tokens: bool,
+    wait: float,
+    curve_server_key: str | None,
+    curve_secret_file: str | None,
+) -> int:
     """Show what is resident now, from an endpoint of `serve --snapshot`.
 
     \b
     kvevents snapshot tcp://127.0.0.1:5559
     """
     try:
-        reply = ask(endpoint, wait)
+        reply = ask(endpoint, wait, client_keys(curve_server_key, curve_secret_file))
         found = Snapshot(reply, [decode_batch(payload, read_tokens=as_json).batch for payload in reply.payloads])
     except ConfigError as error:
         chat(f"kvevents snapshot: {error}")
         return EXIT_USAGE
-    except (TimeoutError, WireError) as error:
+    except (TimeoutError, SidecarGone, WireError) as error:
         chat(f"kvevents snapshot: {str(error) or silence(endpoint, wait)}")
         return EXIT_FAILED
     if reply.seq < SNAPSHOT_EMPTY:
@@ -79,16 +91,37 @@ def silence(endpoint: str, wait_s: float) -> str:
     return f"no answer from {endpoint} in {wait_s:g} s: is this the --snapshot endpoint of a `serve` that runs?"
 
 
-def ask(endpoint: str, wait_s: float) -> SnapshotReply:
-    """One request. Raises TimeoutError, WireError or ConfigError."""
+def ask(endpoint: str, wait_s: float, keys: ClientKeys | None = None) -> SnapshotReply:
+    """One request. TimeoutError, WireError, ConfigError, or SidecarGone if the publisher does not let us in."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        connect(socket, endpoint, "endpoint")
-        socket.send(SNAPSHOT_REQUEST)
-        if not socket.poll(int(wait_s * 1000)):
-            raise TimeoutError
-        return parse_snapshot_reply(socket.recv_multipart())
+        if keys is not None:
+            keys.guard(socket)
+        monitor = Monitor(context, socket, FAILURES)
+        try:
+            connect(socket, endpoint, "endpoint")
+            socket.send(SNAPSHOT_REQUEST)
+            _wait(socket, monitor, Door(keys.public if keys else None), wait_s)
+            return parse_snapshot_reply(socket.recv_multipart())
+        finally:
+            socket.disable_monitor()
+            monitor.close()
+
+
+def _wait(socket: zmq.Socket[bytes], monitor: Monitor, door: Door, wait_s: float) -> None:
+    """Until there is an answer. TimeoutError or SidecarGone if there will be none."""
+    poller, deadline = zmq.Poller(), time.monotonic() + wait_s
+    poller.register(socket, zmq.POLLIN)
+    poller.register(monitor.reader, zmq.POLLIN)
+    while (left_s := deadline - time.monotonic()) > 0:
+        if (socket, zmq.POLLIN) in poller.poll(int(left_s * 1000) + 1):
+            return
+        for told in monitor.taken():
+            door.saw(told)
+        if door.refusal:
+            raise SidecarGone(door.refusal)
+    raise TimeoutError
 
 
 def summary(found: Snapshot) -> list[str]:

@@ -16,10 +16,23 @@ from typing import IO, Any, NamedTuple
 import click
 import msgspec
 
+from kvevents_service.cli.keys import client_keys, with_keys
 from kvevents_service.cli.render import HumanLines, Invalid, JsonLines, Lines, Look, Origin, escape, topic_text
 from kvevents_service.cli.terminal import chat, discard_stdout, until_reader_leaves, wants_color, write
 from kvevents_service.errors import ConfigError, WireError
-from kvevents_service.subscriber import Back, Batch, Gap, Item, Restart, Resync, Stale, Subscriber, Undecodable
+from kvevents_service.subscriber import (
+    Back,
+    Batch,
+    Gap,
+    Item,
+    Refused,
+    Restart,
+    Resync,
+    Source,
+    Stale,
+    Subscriber,
+    Undecodable,
+)
 from kvevents_service.wire.codec import Decoded, Skipped, decode_batch
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents_service.wire.media import canonical_medium
@@ -120,6 +133,7 @@ def in_order(decoded: Batch | Decoded) -> Iterator[Event | Skipped]:
     help="Stop after S seconds without a message.",
 )
 @click.option("--input", "recording", type=_FILE, metavar="FILE", help="Read recorded frames instead; - is stdin.")
+@with_keys
 @click.option("--tokens", is_flag=True, help="Show token ids: they are the users' prompts.")
 @click.option("--full-hashes", is_flag=True, help="Show every hash, in full.")
 @click.option("--color", default="auto", type=click.Choice(["auto", "always", "never"]), help="[default: auto]")
@@ -129,6 +143,8 @@ def tail(
     replay: str | None,
     wait: float | None,
     topic: str,
+    curve_server_key: str | None,
+    curve_secret_file: str | None,
     **shown: Any,
 ) -> int:
     """Watch an event stream: one line an event, and one for every gap, restart and undecodable message.
@@ -142,9 +158,8 @@ def tail(
     try:
         if endpoint is not None and recording is None:
             # With --wait, the message about a topic that matches nothing names those that there are.
-            subscriber = Subscriber(
-                endpoint, replay=replay, topic=topic, observe_topics=wait is not None, read_tokens=True
-            )
+            source = Source(endpoint, replay, topic=topic, keys=client_keys(curve_server_key, curve_secret_file))
+            subscriber = Subscriber(source, observe_topics=wait is not None, read_tokens=True)
             return asyncio.run(follow(subscriber, printer, wait))
         if endpoint is None and recording is not None and replay is None and wait is None:
             return read(recording, printer, topic.encode())
@@ -179,6 +194,9 @@ async def follow(subscriber: Subscriber, printer: Printer, wait_s: float | None)
                 while True:
                     async with asyncio.timeout(wait_s):
                         item = await anext(subscriber)
+                    if isinstance(item, Refused):
+                        chat(f"refused by {item.label}: {item.reason}")
+                        continue
                     seen = seen or _first(subscriber)
                     printer.item(item)
         except Enough:

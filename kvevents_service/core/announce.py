@@ -153,16 +153,20 @@ def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | N
 
 
 def _lists(dialect: Dialect, meta: BlockStoreMeta) -> Arrays:
-    return hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes), int32_list(meta.token_ids)
+    tokens = int32_list(meta.token_ids) if dialect.tokens else []
+    return hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes), tokens
 
 
 def _wide_events(dialect: Dialect, announcements: Sequence[Announcement]) -> list[msgspec.Struct]:
     """As `_events` of each, but a row of runs is one event, and the arrays of all are made at once."""
     rows = [*rows_of(announcements)]
     stores = [row for row in map(_stores, rows) if row and _let_through(dialect, row[0])]
-    tokens = wide_tokens([[run.token_ids for run in row] for row in stores])
-    arrays = zip(_wide_hashes(dialect, stores), tokens, strict=True)
+    arrays = zip(_wide_hashes(dialect, stores), _wide_tokens(dialect, stores), strict=True)
     return [event for row in rows for event in _events(dialect, head_of(row), arrays)]
+
+
+def _wide_tokens(dialect: Dialect, rows: list[list[BlockStoreMeta]]) -> Sequence[object]:
+    return wide_tokens([[run.token_ids for run in row] for row in rows]) if dialect.tokens else [()] * len(rows)
 
 
 def _stores(row: list[Announcement]) -> list[BlockStoreMeta]:
@@ -191,12 +195,18 @@ def _stored_values(
         meta.lora_id,
         medium,
         meta.lora_name,
-        plain_extra_keys(meta.extra_keys) if dialect.plain_extra_keys else meta.extra_keys,
+        _extra_keys(dialect, meta),
         group.index,
         group.kind,
         group.sliding_window if group.kind in WINDOW_KINDS else None,  # a chunk is no window
         LOCAL,
     )
+
+
+def _extra_keys(dialect: Dialect, meta: BlockStoreMeta) -> list[Any] | None:
+    if not dialect.tokens:
+        return None
+    return plain_extra_keys(meta.extra_keys) if dialect.plain_extra_keys else meta.extra_keys
 
 
 def _removed_values(dialect: Dialect, run: RemovedRun, medium: str) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What turns announcements into a payload: a dialect with the rank and the publisher id it is told."""
+"""What turns announcements into a payload: a dialect, the rank and publisher id it is told, what it keeps back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from kvevents_service.core.announce import encode, encoding_key
 from kvevents_service.core.metadata import Announcement
-from kvevents_service.wire.dialects import DIALECTS
+from kvevents_service.core.privacy import Privacy
+from kvevents_service.wire.dialects import DIALECTS, Dialect
 
 
 class Encoding(NamedTuple):
@@ -16,16 +17,23 @@ class Encoding(NamedTuple):
     dialect: str = "vllm"
     dp_rank: int = 0
     publisher_id: bytes | None = None
+    privacy: Privacy = Privacy()
 
     @property
     def key(self) -> Hashable:
         """Equal for encodings that write the same bytes."""
-        dialect = DIALECTS[self.dialect]
-        return encoding_key(dialect), self.dp_rank, self.publisher_id if dialect.publisher_id else None
+        dialect = self._spoken
+        sender = self.publisher_id if dialect.publisher_id else None
+        return encoding_key(dialect), self.dp_rank, sender, self.privacy.hash_key
+
+    @property
+    def _spoken(self) -> Dialect:
+        return self.privacy.dialect(DIALECTS[self.dialect])
 
     def encode(self, announcements: Sequence[Announcement], ts: float, *, wide: bool = False) -> bytes:
         """The payload of a batch; `ts` in seconds since the epoch. WireError if it is too large for a reader.
 
         wide: longer, and made several times as fast.
         """
-        return encode(DIALECTS[self.dialect], announcements, ts, self.dp_rank, self.publisher_id, wide=wide)
+        shown = self.privacy.outward(announcements)
+        return encode(self._spoken, shown, ts, self.dp_rank, self.publisher_id, wide=wide)

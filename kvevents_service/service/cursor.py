@@ -31,6 +31,7 @@ class Cursor:
 
     def __init__(self, socket: zmq.Socket[bytes], identity: bytes, output: Output, reply: Reply) -> None:
         self.over = False
+        self.sent_bytes = 0
         self.reply = reply
         self._socket = socket
         self._identity = identity
@@ -78,6 +79,7 @@ class Cursor:
         except zmq.ZMQError:  # EHOSTUNREACH
             self.over = True
             return False
+        self.sent_bytes += size
         if tracker is not None:
             self._in_flight.append(_Sent(tracker, size))
             self._in_flight_bytes += size

@@ -55,7 +55,7 @@ def listen(path: str) -> socket.socket:
 def _check_directory(directory: Path) -> None:
     """Nobody else may put a socket in our socket's place: engines would hand it their memory."""
     status = directory.stat()
-    owned = status.st_uid in (0, os.getuid())
+    owned = {directory.lstat().st_uid, status.st_uid} <= {0, os.getuid()}  # a link's owner can lead it elsewhere
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if not owned or shared:
         raise ConfigError("engine_socket", f"a directory that only this user can write, not {directory}")

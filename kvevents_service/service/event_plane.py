@@ -12,11 +12,15 @@ import msgspec
 import zmq
 
 from kvevents_service.config import OutputConfig, ServeConfig
+from kvevents_service.core.allowance import Allowance, AllowanceLimits
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal, JournalLimits
+from kvevents_service.core.privacy import MIN_SALT_BYTES, Privacy, key_of
 from kvevents_service.core.replay import Recovery
 from kvevents_service.core.telling import Teller
+from kvevents_service.curve import AllowedKeys, ServerKeys, salt, secret_key
 from kvevents_service.service.cursor import SHARED_BYTES
+from kvevents_service.service.gate import Gate
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
@@ -54,6 +58,8 @@ class EventPlane(NamedTuple):
     replayers: list[Replayer]
     snapshot_endpoints: list[SnapshotEndpoint]
     bound: list[BoundOutput]
+    gate: Gate
+    allowance: Allowance
 
     @property
     def _answering(self) -> list[Replayer | SnapshotEndpoint]:
@@ -62,14 +68,16 @@ class EventPlane(NamedTuple):
     def parts(self) -> list[Coroutine[None, None, None]]:
         """What runs until it is cancelled."""
         answering = [part.run() for part in self._answering]
-        return [self.publisher.run(), self.renderer.run(), *answering]
+        return [self.publisher.run(), self.renderer.run(), self.gate.run(), *answering]
 
     def stats(self) -> dict[str, int]:
         """Counters of everything beside the publisher, summed over outputs."""
         total: Counter[str] = Counter()
         for part in self._answering:
             total.update(part.stats())
-        return {**self.renderer.stats(), **total}
+        return {
+            **self.renderer.stats(), **total, **self.gate.stats(), "requests_over_allowance": self.allowance.refused
+        }  # fmt: skip
 
 
 class _Binder:
@@ -81,6 +89,7 @@ class _Binder:
         self.encodings: list[Encoding] = []
         self.bound: list[BoundOutput] = []
         self.answering: list[tuple[Output, zmq.Socket[bytes] | None, zmq.Socket[bytes] | None]] = []
+        self.gate = Gate(context)
         self._context = context
         self._config = config
         for output in config.event_outputs:
@@ -90,9 +99,10 @@ class _Binder:
         pub = self._context.socket(zmq.PUB)
         pub.setsockopt(zmq.SNDHWM, self._config.send_high_water_mark)
         pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of a subscription: what a peer may send us
-        endpoint = bind(pub, config.pub, "pub")
-        replay, replay_endpoint = self._router(config.replay, "replay")
-        snapshot, snapshot_endpoint = self._router(config.snapshot, "snapshot")
+        keys = server_keys(config)
+        endpoint = self._bind(pub, config.pub, "pub", keys)
+        replay, replay_endpoint = self._router(config.replay, "replay", keys)
+        snapshot, snapshot_endpoint = self._router(config.snapshot, "snapshot", keys)
         dialect = DIALECTS[config.dialect]
         output = Output(
             pub, topic=config.topic, encoding=self._encoding(config), exact=dialect.contiguous_from_request
@@ -103,7 +113,14 @@ class _Binder:
             BoundOutput(endpoint, replay_endpoint, snapshot_endpoint, config.dialect, config.topic, config.dp_rank)
         )
 
-    def _router(self, endpoint: str | None, setting: str) -> tuple[zmq.Socket[bytes] | None, str | None]:
+    def _bind(self, socket: zmq.Socket[bytes], endpoint: str, setting: str, keys: ServerKeys | None) -> str:
+        if keys is not None:
+            self.gate.guard(socket, keys, f"{setting} {endpoint}")
+        return bind(socket, endpoint, setting)
+
+    def _router(
+        self, endpoint: str | None, setting: str, keys: ServerKeys | None
+    ) -> tuple[zmq.Socket[bytes] | None, str | None]:
         if endpoint is None:
             return None, None
         socket = self._context.socket(zmq.ROUTER)
@@ -111,16 +128,32 @@ class _Binder:
         socket.setsockopt(zmq.SNDHWM, ANSWER_HIGH_WATER_MARK)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         socket.copy_threshold = SHARED_BYTES
-        return socket, bind(socket, endpoint, setting)
+        return socket, self._bind(socket, endpoint, setting, keys)
 
     def _encoding(self, config: OutputConfig) -> int:
         """The place of the output's encoding; outputs that write the same bytes share it."""
-        encoding = Encoding(config.dialect, config.dp_rank, self.publisher_id if config.snapshot else None)
+        sender = self.publisher_id if config.snapshot else None
+        encoding = Encoding(config.dialect, config.dp_rank, sender, privacy(config))
         keys = [known.key for known in self.encodings]
         if encoding.key not in keys:
             self.encodings.append(encoding)
             return len(keys)
         return keys.index(encoding.key)
+
+
+def server_keys(config: OutputConfig) -> ServerKeys | None:
+    """Read the keys of an output. ConfigError for a file that cannot be used."""
+    if config.curve_secret_file is None or config.curve_allowed_keys_file is None:
+        return None
+    allowed = AllowedKeys(config.curve_allowed_keys_file, "curve_allowed_keys_file")
+    return ServerKeys(secret_key(config.curve_secret_file, "curve_secret_file"), allowed)
+
+
+def privacy(config: OutputConfig) -> Privacy:
+    """What an output keeps back. ConfigError for a salt that cannot be used."""
+    path = config.hash_salt_file
+    key = None if path is None else key_of(salt(path, "hash_salt_file", MIN_SALT_BYTES))
+    return Privacy(config.redact_tokens, key)
 
 
 def bind_events(context: Context, config: ServeConfig, numbers: SequenceStore | None) -> EventPlane:
@@ -135,15 +168,23 @@ def bind_events(context: Context, config: ServeConfig, numbers: SequenceStore | 
     recovery = Recovery(journal, binder.encodings, clock=time.monotonic, wall_clock=time.time)
     teller = Teller(recovery, clock=time.monotonic, wall_clock=time.time)
     renderer = Renderer(recovery, teller, publisher)
+    allowance = Allowance(AllowanceLimits(config.requests_per_s, config.answer_bytes_per_s))
     replayers, endpoints = [], []
     for output, replay, snapshot in binder.answering:
         if replay is not None:
-            replayers.append(Replayer(replay, output, renderer, clock=time.monotonic))
+            replayers.append(Replayer(replay, output, renderer, clock=time.monotonic, allowance=allowance))
         if snapshot is not None:
             endpoints.append(
-                SnapshotEndpoint(snapshot, output, renderer, publisher_id=binder.publisher_id, clock=time.monotonic)
+                SnapshotEndpoint(
+                    snapshot,
+                    output,
+                    renderer,
+                    publisher_id=binder.publisher_id,
+                    clock=time.monotonic,
+                    allowance=allowance,
+                )
             )
-    plane = EventPlane(publisher, renderer, replayers, endpoints, binder.bound)
+    plane = EventPlane(publisher, renderer, replayers, endpoints, binder.bound, binder.gate, allowance)
     publisher.more_stats = plane.stats
     return plane
 

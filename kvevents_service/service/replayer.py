@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import zmq
 
+from kvevents_service.core.allowance import Allowance
 from kvevents_service.core.replay import Reply
 from kvevents_service.errors import WireError
 from kvevents_service.service.cursor import Cursor
@@ -41,12 +42,15 @@ class Replayer:
         renderer: Renderer,
         *,
         clock: Callable[[], float],
+        allowance: Allowance | None = None,
     ) -> None:
+        """allowance: what each host may ask; several endpoints may share it."""
         self.requests = self.bad_requests = self.dropped_clients = 0
         self._socket = socket
         self._output = output
         self._renderer = renderer
         self._clock = clock
+        self._allowance = allowance or Allowance()
         self._clients: dict[bytes, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
 
@@ -58,10 +62,10 @@ class Replayer:
         async with asyncio.TaskGroup() as tasks:
             with Receiver(self._socket) as receiver:
                 while True:
-                    identity, *frames = await receiver.recv()
-                    self._accept(identity, frames, tasks)
+                    peer, (identity, *frames) = await receiver.recv_from()
+                    self._accept(peer, identity, frames, tasks)
 
-    def _accept(self, identity: bytes, frames: list[bytes], tasks: asyncio.TaskGroup) -> None:
+    def _accept(self, peer: str, identity: bytes, frames: list[bytes], tasks: asyncio.TaskGroup) -> None:
         self.requests += 1
         running = self._clients.pop(identity, None)
         if running is not None:
@@ -69,7 +73,11 @@ class Replayer:
         if len(self._clients) >= MAX_CLIENTS:
             self._drop(identity)
             return
-        task = tasks.create_task(self._serve(identity, frames))
+        if not self._allowance.admits(peer, self._clock()):
+            self.dropped_clients += 1
+            self._end_now(identity)
+            return
+        task = tasks.create_task(self._serve(peer, identity, frames))
         self._clients[identity] = task
         task.add_done_callback(lambda done: self._forget(identity, done))
 
@@ -89,7 +97,7 @@ class Replayer:
         if self._clients.get(identity) is task:
             del self._clients[identity]
 
-    async def _serve(self, identity: bytes, frames: list[bytes]) -> None:
+    async def _serve(self, peer: str, identity: bytes, frames: list[bytes]) -> None:
         asked_at = self._clock()
         try:
             number = parse_replay_request(frames)
@@ -102,7 +110,8 @@ class Replayer:
             self._drop(identity)
             return
         try:
-            await self._deliver(Cursor(self._socket, identity, self._output, reply), asked_at + CLIENT_DEADLINE_S)
+            deadline = asked_at + CLIENT_DEADLINE_S
+            await self._deliver(peer, Cursor(self._socket, identity, self._output, reply), deadline)
             in_time = self._clock() < asked_at + EXACT_S
             self._renderer.ended(reply if in_time else None, self._output)
         except TimeoutError:
@@ -119,12 +128,14 @@ class Replayer:
             await asyncio.sleep(RETRY_S)
         return None
 
-    async def _deliver(self, cursor: Cursor, deadline: float) -> None:
+    async def _deliver(self, peer: str, cursor: Cursor, deadline: float) -> None:
         """TimeoutError if the client took too long."""
         stalled = self._clock() + STALL_S
         while self._clock() < min(deadline, stalled):
             async with self._turn:  # one client a turn of the loop: engines' lookups come in between
+                before = cursor.sent_bytes
                 moved = cursor.send_some()
+                self._allowance.spend(peer, cursor.sent_bytes - before, self._clock())
                 await asyncio.sleep(0)
             if cursor.over:
                 return

@@ -15,6 +15,7 @@ from typing import Final
 
 import zmq
 
+from kvevents_service.core.allowance import Allowance
 from kvevents_service.core.replay import Reply
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.renderer import Renderer
@@ -40,13 +41,16 @@ class SnapshotEndpoint:
         *,
         publisher_id: bytes,
         clock: Callable[[], float],
+        allowance: Allowance | None = None,
     ) -> None:
+        """allowance: what each host may ask; several endpoints may share it."""
         self.requests = self.answered = self.unavailable = 0
         self._socket = socket
         self._output = output
         self._renderer = renderer
         self._publisher_id = publisher_id
         self._clock = clock
+        self._allowance = allowance or Allowance()
         self._waiting = 0
         self._turn = asyncio.Lock()
         self._unread: list[zmq.MessageTracker] = []
@@ -59,14 +63,15 @@ class SnapshotEndpoint:
         async with asyncio.TaskGroup() as tasks:
             with Receiver(self._socket) as receiver:
                 while True:
-                    identity, *frames = await receiver.recv()
+                    peer, (identity, *frames) = await receiver.recv_from()
                     self.requests += 1
-                    tasks.create_task(self._serve(identity, frames))
+                    tasks.create_task(self._serve(peer, identity, frames))
 
-    async def _serve(self, identity: bytes, frames: list[bytes]) -> None:
+    async def _serve(self, peer: str, identity: bytes, frames: list[bytes]) -> None:
         self._unread = [tracker for tracker in self._unread if not tracker.done]
         busy = self._waiting >= MAX_WAITING or len(self._unread) >= MAX_UNREAD
         delimiter = frames[:1] if frames[:1] == [b""] else []
+        busy = busy or not self._allowance.admits(peer, self._clock())
         if busy or frames[len(delimiter) :] != [SNAPSHOT_REQUEST]:
             self._refuse(identity, delimiter)
         elif self._renderer.is_empty:
@@ -74,11 +79,11 @@ class SnapshotEndpoint:
         else:
             self._waiting += 1
             try:
-                await self._answer(identity, delimiter)
+                await self._answer(peer, identity, delimiter)
             finally:
                 self._waiting -= 1
 
-    async def _answer(self, identity: bytes, delimiter: list[bytes]) -> None:
+    async def _answer(self, peer: str, identity: bytes, delimiter: list[bytes]) -> None:
         reply = await self._rendered(self._clock() + DEADLINE_S)
         if reply is None:
             self._refuse(identity, delimiter)
@@ -91,6 +96,7 @@ class SnapshotEndpoint:
                 self._refuse(identity, delimiter)
             else:
                 self.answered += 1
+                self._allowance.spend(peer, sum(map(len, payloads)), self._clock())
                 self._send(identity, delimiter, reply.end, payloads)
         finally:
             reply.close()

@@ -54,6 +54,9 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     plain_extra_keys: extra keys reduced to the shapes that every reader takes.
     publisher_id: a fourth element, where the output has a publisher id.
     contiguous_from_request: its readers take only a replay that starts at the number they asked for.
+    finds_by: what its readers find a prompt by: "token_ids", or "block_hashes" that they compute as the engine
+        does; "" where that is up to the reader.
+    tokens: false in an output that redacts them: `token_ids` is empty, `extra_keys` nil or left out.
     """
 
     name: str
@@ -71,6 +74,8 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     plain_extra_keys: bool = False
     publisher_id: bool = False
     contiguous_from_request: bool = False
+    finds_by: str = ""
+    tokens: bool = True
 
     def medium(self, name: str) -> str | None:
         """What a medium is called here; None if it is filtered out."""
@@ -109,6 +114,7 @@ _ALL = (
     Dialect(
         name="dynamo",
         readers="NVIDIA Dynamo 1.6",
+        finds_by="token_ids",
         stored_if_set=("extra_keys",),
         media=_as_named(MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE, MEDIUM_EXTERNAL),
         plain_extra_keys=True,
@@ -116,6 +122,7 @@ _ALL = (
     Dialect(
         name="llm-d",
         readers="llm-d router, old ones too",
+        finds_by="token_ids",
         layout=Layout.ARRAY,
         hashes=HashForm.NARROW,
         stored=STORED_KEYS[:8],
@@ -125,17 +132,20 @@ _ALL = (
     Dialect(
         name="vllm-router",
         readers="vllm-router 0.1.17",
+        finds_by="token_ids",
         contiguous_from_request=True,
         media=_as_named(MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE),
     ),
     Dialect(
         name="mooncake",
         readers="Mooncake Conductor",
+        finds_by="block_hashes",
         media=_as_named(MEDIUM_GPU),
     ),
     Dialect(
         name="aibrix",
         readers="AIBrix gateway",
+        finds_by="token_ids",
         layout=Layout.ARRAY,
         hashes=HashForm.HIGH64_SIGNED,
         one_hash=True,
@@ -144,6 +154,7 @@ _ALL = (
     Dialect(
         name="sglang",
         readers="SGLang router, SGLang 0.5 readers",
+        finds_by="token_ids",
         hashes=HashForm.LOW64_SIGNED,
         stored=STORED_KEYS[:6],
         stored_if_set=("lora_name",),

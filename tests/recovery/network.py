@@ -144,6 +144,9 @@ class Subscription:
         self.request: Request | None = None
         self._network = network
 
+    def new_refusal(self, now: float) -> str:
+        return ""
+
     def replay(self, endpoint: str, start: int) -> Request:
         self.request = self._network.ask("replay", self.incoming.output, start)
         return self.request
