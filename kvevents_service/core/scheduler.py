@@ -6,6 +6,8 @@ request alive: a store's snapshot rides on its `TransferMeta`. Times are seconds
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvevents_service.core.commands import Command, Reply
 from kvevents_service.core.loads import Loads
 from kvevents_service.core.metadata import TransferMeta
@@ -20,6 +22,7 @@ _COUNTED = (
     "blocks_stored",
     "blocks_removed",
     "blocks_loaded",
+    "blocks_lost",
     "blocks_known",
     "hit_blocks",
     "lookups",
@@ -112,9 +115,15 @@ class OffloadScheduler:
         """A copy has ended well."""
         return self.loads.end(transfer, good=True) if transfer.kind == "load" else self.stores.complete(transfer)
 
-    def fail(self, transfer: TransferMeta) -> list[Command]:
-        """A copy has ended badly, or was never started."""
-        return self.loads.end(transfer, good=False) if transfer.kind == "load" else self.stores.fail(transfer)
+    def fail(self, transfer: TransferMeta, lost: Collection[int] = ()) -> list[Command]:
+        """A copy has ended badly, or was never started. `lost`: slots of it whose bytes are gone for good."""
+        if transfer.kind != "load":
+            return self.stores.fail(transfer)
+        return [*self.lose(transfer, lost), *self.loads.end(transfer, good=False)]
+
+    def lose(self, transfer: TransferMeta, lost: Collection[int]) -> list[Command]:
+        """A rank's load has found that these slots' bytes are gone for good. Other ranks may still be copying."""
+        return self.stores.lose(lost) if transfer.kind == "load" else []
 
     def reset(self, session_id: int, reset: Reset) -> list[Command]:
         """Forget every block, by explicit removals. Copies under way end without an announcement."""

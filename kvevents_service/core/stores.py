@@ -9,6 +9,7 @@ A run is announced only behind its parent. A copy that ends before its parent's 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.groups import PREFIX_KINDS
@@ -20,8 +21,8 @@ from kvevents_service.core.metadata import (
     inner_snapshot,
     snapshot,
 )
+from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.offers import chain_fault, parent_slot, runs, shape_fault, split_hashes, tail_of
-from kvevents_service.core.pool import Evicted, Forgotten
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.tier import Tier
 from kvevents_service.errors import ControlError
@@ -215,6 +216,14 @@ class Stores:
                 RemovedRun(spec.groups[group], spec.medium, tuple(hashes), inner) for group, hashes, inner in gone
             )
         )
+
+    def lose(self, slots: Iterable[int]) -> list[Command]:
+        """The bytes in these slots are gone for good: no block that needs them is found any more."""
+        pool = self.tier.pool
+        lost = [slot for slot in slots if pool.state_of(slot) == READY]
+        self.tier.counters["blocks_lost"] += len(lost)
+        gone = pool.forget(lost)
+        return [self.removal(gone)] if gone else []
 
     # end
 

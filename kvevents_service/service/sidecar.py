@@ -224,7 +224,10 @@ class Sidecar:
     ) -> None:
         holder.copies -= 1
         self._copies -= 1
-        good = self._reports.report(future.meta, rank, good=self._went_well(future, rank))
+        failure = self._failure(future, rank)
+        if isinstance(failure, CopyFailed) and failure.lost:
+            self.perform(tier.scheduler.lose(future.meta, failure.lost))
+        good = self._reports.report(future.meta, rank, good=failure is None)
         if good is not None:
             engine.copies -= 1
             end = tier.scheduler.complete if good else tier.scheduler.fail
@@ -234,7 +237,7 @@ class Sidecar:
         if not self._copies:
             self._idle.set()
 
-    def _went_well(self, future: TransferFuture, rank: int) -> bool:
+    def _failure(self, future: TransferFuture, rank: int) -> CopyFailed | asyncio.CancelledError | None:
         try:
             future.result()
         except (CopyFailed, asyncio.CancelledError) as error:
@@ -242,8 +245,8 @@ class Sidecar:
             if is_told(self._failed_copies):
                 count, meta = self._failed_copies, future.meta
                 log.warning("%s failed on rank %d (%d copies so far): %s", meta.kind, rank, count, error)
-            return False
-        return True
+            return error
+        return None
 
     # time
 

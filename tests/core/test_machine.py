@@ -213,6 +213,11 @@ class Offloading(RuleBasedStateMachine):
     def fail(self, position: int) -> None:
         self.world.settle(position, good=False)
 
+    @precondition(lambda self: any(copy.transfer.kind == "load" for copy in self.world.pending))
+    @rule(position=st.integers(0, 63), blocks=st.integers(0, 255))
+    def lose(self, position: int, blocks: int) -> None:
+        self.world.lose(position, blocks)
+
     # loads
 
     @rule(place=places, request_id=requests, path=paths | whole_paths, start=starts, lease_s=leases_s, fine=rarely)
@@ -278,6 +283,7 @@ class Offloading(RuleBasedStateMachine):
             hit.blocks,
             deadline,
             self.world.resets,
+            self.world.losses,
             fine,
         )
         self.world.lookup_granted(grant)
@@ -311,7 +317,9 @@ class Offloading(RuleBasedStateMachine):
         ids = pack_int32(self.block_ids(blocks))
         load = Load(self.next_id(), grant.request_id, grant.lease_id, ids, units if said else None)
         self.world.load(session_id, load, units, self.now)
-        assert len(self.scheduler.loads) - under_way == (alive and valid and present)
+        started = len(self.scheduler.loads) - under_way
+        assert started <= (alive and valid and present)
+        assert started == (alive and valid and present) or grant.losses != self.world.losses
 
     def blocks_for(self, grant: Grant, units: int) -> int:
         """How many blocks the first units of a hit need in all groups."""

@@ -74,6 +74,7 @@ class Grant(NamedTuple):
     units: int
     deadline: float
     resets: int
+    losses: int
     fine: bool = False
 
 
@@ -115,7 +116,7 @@ class World:
         self.loads: dict[tuple[int, int], Order] = {}
         self.live: dict[int, Grant] = {}
         self.grants: list[Grant] = []
-        self.resets = self.stored = self.last_id = 0
+        self.resets = self.losses = self.stored = self.last_id = 0
 
     # what engines say
 
@@ -334,6 +335,20 @@ class World:
 
     # copies
 
+    def lose(self, position: int, blocks: int) -> None:
+        """A rank's load finds that some of its bytes are gone for good; `blocks`: a bit for each."""
+        loads = [number for number, copy in enumerate(self.pending) if copy.transfer.kind == "load"]
+        if not loads:
+            return
+        number = loads[position % len(loads)]
+        copy = self.pending[number]
+        lost = [slot for place, slot in enumerate(copy.transfer.slots) if blocks >> place % 8 & 1]
+        for slot in lost:
+            self.arenas[copy.rank][slot] = None
+        self.losses += bool(lost)
+        self.perform(self.scheduler.lose(copy.transfer, lost))
+        self.settle(number, good=False)
+
     def settle(self, position: int, *, good: bool, twice: bool = False) -> None:
         """A rank's copy ends. `twice`: it says so again, and that means nothing."""
         copy = self.pending.pop(position % len(self.pending))
@@ -377,7 +392,8 @@ class World:
         promised += [(grant, units) for grant, units, _ in self.loads.values() if grant]
         for grant, units in promised:
             kept = self.resident(grant.path, grant.start + units, grant.start)
-            assert kept or grant.resets != self.resets, "a hit that was promised has left"
+            void = (grant.resets, grant.losses) != (self.resets, self.losses)
+            assert kept or void, "a hit that was promised has left"
         blocks = {(key, slot) for (key, _), slot in self.located.items()}
         assert stats["blocks_resident"] == len(blocks) == self.pool.count(READY)
         assert stats["blocks_stored"] == self.fold.stored == self.stored
