@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvevents_service.core.commands import Command, Reply
+from kvevents_service.core.landings import Landings
 from kvevents_service.core.loads import Loads
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.offers import DECLINE_REASONS
@@ -38,13 +39,20 @@ class OffloadScheduler:
     """Decides what is stored, loaded, evicted and announced for one tier."""
 
     def __init__(self, spec: TierSpec, limits: Limits | None = None) -> None:
-        self.tier = Tier(spec, limits or Limits())
-        self.pool = self.tier.pool
-        self.stores = Stores(self.tier)
-        self.loads = Loads(self.tier)
+        self._build(Tier(spec, limits or Limits()))
+
+    def _build(self, tier: Tier) -> None:
+        self.tier = tier
+        self.pool = tier.pool
+        self.landings = Landings(tier)
+        self.stores = Stores(tier, self.landings)
+        self.loads = self._make_loads()
+
+    def _make_loads(self) -> Loads:
+        return Loads(self.tier, self.pool)
 
     def __repr__(self) -> str:
-        return f"<OffloadScheduler {self.pool!r} stores={len(self.stores)} loads={len(self.loads)}>"
+        return f"<OffloadScheduler {self.pool!r} stores={len(self.landings)} loads={len(self.loads)}>"
 
     def hello(self, session_id: int, engine_blocks: int) -> None:
         """All ranks of a session are there; block ids are below `engine_blocks`, the fewest that one has."""
@@ -67,7 +75,7 @@ class OffloadScheduler:
         """The engine is gone: leases end, stores under way announce nothing. What it stored stays."""
         self.tier.engine_blocks.pop(session_id, None)
         self.loads.goodbye(session_id)
-        self.stores.abandon_session(session_id)
+        self.landings.abandon_session(session_id)
 
     def step(self, session_id: int, step: Step, now: float) -> list[Command]:
         """Store what is new of a step's offers; end what finished or lost its blocks. ControlError: no change."""
@@ -113,17 +121,21 @@ class OffloadScheduler:
 
     def complete(self, transfer: TransferMeta) -> list[Command]:
         """A copy has ended well."""
-        return self.loads.end(transfer, good=True) if transfer.kind == "load" else self.stores.complete(transfer)
+        if transfer.kind == "load":
+            return self.loads.end(transfer, good=True)
+        return self.landings.end(transfer, good=True)
 
     def fail(self, transfer: TransferMeta, lost: Collection[int] = ()) -> list[Command]:
         """A copy has ended badly, or was never started. `lost`: slots of it whose bytes are gone for good."""
-        if transfer.kind != "load":
-            return self.stores.fail(transfer)
-        return [*self.lose(transfer, lost), *self.loads.end(transfer, good=False)]
+        gone = self.lose(transfer, lost)
+        if transfer.kind == "load":
+            return [*gone, *self.loads.end(transfer, good=False)]
+        self.tier.counters[f"{transfer.kind}s_failed"] += 1
+        return [*gone, *self.landings.end(transfer, good=False)]
 
     def lose(self, transfer: TransferMeta, lost: Collection[int]) -> list[Command]:
         """A rank's load has found that these slots' bytes are gone for good. Other ranks may still be copying."""
-        return self.stores.lose(lost) if transfer.kind == "load" else []
+        return self.tier.lose(lost) if transfer.kind == "load" else []
 
     def reset(self, session_id: int, reset: Reset) -> list[Command]:
         """Forget every block, by explicit removals. Copies under way end without an announcement."""
@@ -134,7 +146,7 @@ class OffloadScheduler:
         """Remove every block of the tier; returns the announcement and how many blocks were removed."""
         cleared = self.pool.clear()
         removed = sum(len(gone.hashes) for gone in cleared)
-        return ([self.stores.removal(cleared)] if cleared else []), removed
+        return ([self.tier.removal(cleared)] if cleared else []), removed
 
     def tick(self, now: float) -> None:
         """End what is past its deadline. Call it about once a second."""
@@ -150,5 +162,5 @@ class OffloadScheduler:
             "blocks_pending": self.pool.count(PENDING),
             "blocks_free": self.pool.free_slots,
             "leases": len(self.loads.requests),
-            "transfers": len(self.stores) + len(self.loads),
+            "transfers": len(self.landings) + len(self.loads),
         }

@@ -50,6 +50,14 @@ class SlotTable:
         slots.reverse()
         return slots
 
+    def is_chain(self, slots: list[int]) -> bool:
+        """Each of these blocks is the parent of the next."""
+        return self.chain(slots[-1], len(slots)) == slots
+
+    def ends(self, slots: list[int]) -> list[int]:
+        """What must be pinned of a chain so that all of it stays."""
+        return slots[-1:]
+
     def meta_of(self, slot: int) -> BlockStoreMeta | None:
         """The snapshot of one indexed block, or None."""
         meta = self._meta[slot]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvevents_service.core.commands import Command, Publish
+from kvevents_service.core.metadata import RemovedRun
+from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.pool import BlockPool
+from kvevents_service.core.slots import READY
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
@@ -46,6 +51,34 @@ class Tier:
         """A new id for a transfer or a lease; never repeats in this process."""
         self._last_id += 1
         return self._last_id
+
+    # what leaves
+
+    def evicted(self, names: list[Evicted]) -> list[Command]:
+        """The announcement that these names left to make room."""
+        if not names:
+            return []
+        gone: dict[tuple[int, bool], list[bytes]] = {}
+        for group, block_hash, inner in names:
+            gone.setdefault((group, inner), []).append(block_hash)
+        return [self.removal([Forgotten(group, hashes, inner) for (group, inner), hashes in gone.items()])]
+
+    def lose(self, slots: Iterable[int]) -> list[Command]:
+        """The bytes in these slots are gone for good: no block that needs them is found any more."""
+        lost = [slot for slot in slots if self.pool.state_of(slot) == READY]
+        self.counters["blocks_lost"] += len(lost)
+        gone = self.pool.forget(lost)
+        return [self.removal(gone)] if gone else []
+
+    def removal(self, gone: list[Forgotten]) -> Publish:
+        """The announcement that these names left the tier, counted."""
+        groups, medium = self.spec.groups, self.spec.medium
+        self.counters["blocks_removed"] += sum(len(names.hashes) for names in gone)
+        return Publish(
+            tuple(RemovedRun(groups[group], medium, tuple(hashes), inner) for group, hashes, inner in gone)
+        )
+
+    # engines
 
     def block_ids(self, session_id: int, packed: bytes, field: str) -> array[int]:
         """Unpacked engine block ids, each one inside the session's memory; else ControlError."""

@@ -494,7 +494,7 @@ def _fingerprint(scheduler: OffloadScheduler) -> tuple[Any, ...]:
         bytes(pool._queue._stamps),
         scheduler.stats(),
         dict(scheduler.loads.requests._leases),
-        scheduler.stores.pending_blocks,
+        scheduler.landings.pending_blocks,
     )
 
 

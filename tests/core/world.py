@@ -399,7 +399,7 @@ class World:
         assert stats["blocks_stored"] == self.fold.stored == self.stored
         assert stats["blocks_removed"] == self.fold.removed
         assert stats["leases"] == len(self.live)
-        assert stats["blocks_pending"] == self.pool.count(PENDING) <= self.scheduler.stores.pending_blocks
+        assert stats["blocks_pending"] == self.pool.count(PENDING) <= self.scheduler.landings.pending_blocks
         owed = len(self.loads) + len(self.steps)
         assert stats["transfers"] == owed
         assert self.pending or not owed, "nothing is under way, yet somebody is still waited for"
@@ -481,8 +481,8 @@ class World:
         """I12: with everything ended, nothing is held."""
         scheduler, pool = self.scheduler, self.pool
         assert not any((self.pending, self.doomed, len(self.reports), self.steps, self.loads, self.live))
-        assert not any((pool.pinned(), scheduler.stores.pending_blocks))
-        assert not any(map(len, (scheduler.stores, scheduler.loads, scheduler.loads.requests)))
+        assert not any((pool.pinned(), scheduler.landings.pending_blocks))
+        assert not any(map(len, (scheduler.landings, scheduler.loads, scheduler.loads.requests)))
         assert pool.free_slots + pool.count(READY) == pool.capacity
 
 
