@@ -62,6 +62,14 @@ class NameTable(SlotTable):
         """The block inside which the prefix of this hash ends."""
         return self.inner[group].get(block_hash)
 
+    def more_names(self, slot: int) -> Sequence[BlockStoreMeta]:
+        """The inner names of a block beside the one that it is found by."""
+        return self._more_names.get(slot, ())
+
+    def knows(self, group: int, block_hash: bytes) -> bool:
+        """A block has this name, ready or pending."""
+        return block_hash in self.index[group] or block_hash in self.inner[group]
+
     def own_hash(self, group: int, block_hash: bytes | None) -> bytes | None:
         """The pool's object of a hash that it knows, else the one given: a parent's hash is kept once."""
         slot = None if block_hash is None else self.index[group].get(block_hash)

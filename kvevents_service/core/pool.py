@@ -46,6 +46,8 @@ class BlockPool(NameTable):
         super().__init__(capacity, groups)
         self._free = list(range(capacity - 1, -1, -1))
         self._queue = EvictionQueue(capacity)
+        self.allocated = 0
+        """Slots ever taken."""
 
     def __repr__(self) -> str:
         return f"<BlockPool {len(self)}/{self.capacity} indexed, {len(self._free)} free>"
@@ -87,6 +89,7 @@ class BlockPool(NameTable):
     def _take_free(self, count: int) -> list[int]:
         if not count:
             return []
+        self.allocated += count
         slots = self._free[-count:]
         del self._free[-count:]
         slots.reverse()
@@ -177,6 +180,29 @@ class BlockPool(NameTable):
     def _offer_if_evictable(self, slot: int) -> None:
         if self._is_evictable(slot):
             self._queue.offer(slot)
+
+    def coldest(self, blocks: int) -> list[list[int]]:
+        """About so many blocks that would leave next: chains of what would leave together, leaf first."""
+        chains: list[list[int]] = []
+        found = 0
+        while found < blocks and (slot := self._queue.pop()) is not None:
+            if self._is_evictable(slot):
+                chains.append(self._leaving_with(slot, blocks - found))
+                found += len(chains[-1])
+        for chain in chains:
+            self._queue.offer(chain[0])
+        return chains
+
+    def _leaving_with(self, leaf: int, most: int) -> list[int]:
+        """A leaf and the parents that nothing else keeps, unused since their child."""
+        stamps, chain = self._queue.stamps, [leaf]
+        parent = self._parent[leaf]
+        while parent != NO_SLOT and len(chain) < most:
+            if self._children[parent] > 1 or self._pins[parent] or stamps[parent] > stamps[leaf]:
+                break
+            chain.append(parent)
+            parent = self._parent[parent]
+        return chain
 
     def _make_room(self, wanted: int) -> list[Evicted]:
         evicted: list[Evicted] = []

@@ -6,14 +6,13 @@ request alive: a store's snapshot rides on its `TransferMeta`. Times are seconds
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kvevents_service.core.commands import Command, Reply
 from kvevents_service.core.landings import Landings
 from kvevents_service.core.loads import Loads
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.offers import DECLINE_REASONS
-from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.stores import Stores
 from kvevents_service.core.tier import Limits, Tier, TierSpec
 from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release, Reset, ResetDone, Step, StepDone
@@ -62,6 +61,11 @@ class OffloadScheduler:
         """A rank's memory is away: until the next hello nothing is copied for the session. Its leases live on."""
         if session_id in self.tier.engine_blocks:
             self.tier.engine_blocks[session_id] = 0
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """Whose blocks are announced, the fastest first."""
+        return (self.tier,)
 
     @property
     def in_use(self) -> bool:
@@ -123,7 +127,7 @@ class OffloadScheduler:
         """A copy has ended well."""
         if transfer.kind == "load":
             return self.loads.end(transfer, good=True)
-        return self.landings.end(transfer, good=True)
+        return self._landings_of(transfer).end(transfer, good=True)
 
     def fail(self, transfer: TransferMeta, lost: Collection[int] = ()) -> list[Command]:
         """A copy has ended badly, or was never started. `lost`: slots of it whose bytes are gone for good."""
@@ -131,11 +135,14 @@ class OffloadScheduler:
         if transfer.kind == "load":
             return [*gone, *self.loads.end(transfer, good=False)]
         self.tier.counters[f"{transfer.kind}s_failed"] += 1
-        return [*gone, *self.landings.end(transfer, good=False)]
+        return [*gone, *self._landings_of(transfer).end(transfer, good=False)]
+
+    def _landings_of(self, transfer: TransferMeta) -> Landings:
+        return self.landings
 
     def lose(self, transfer: TransferMeta, lost: Collection[int]) -> list[Command]:
         """A rank's load has found that these slots' bytes are gone for good. Other ranks may still be copying."""
-        return self.tier.lose(lost) if transfer.kind == "load" else []
+        return self.tiers[transfer.tier].lose(lost) if transfer.kind in ("load", "promote") else []
 
     def reset(self, session_id: int, reset: Reset) -> list[Command]:
         """Forget every block, by explicit removals. Copies under way end without an announcement."""
@@ -143,14 +150,15 @@ class OffloadScheduler:
         return [*commands, Reply(session_id, ResetDone(reset.call_id, removed))]
 
     def clear(self) -> tuple[list[Command], int]:
-        """Remove every block of the tier; returns the announcement and how many blocks were removed."""
-        cleared = self.pool.clear()
-        removed = sum(len(gone.hashes) for gone in cleared)
-        return ([self.tier.removal(cleared)] if cleared else []), removed
+        """Remove every block of every tier; returns the announcements and how many names were removed."""
+        cleared = [(tier, tier.pool.clear()) for tier in self.tiers]
+        removed = sum(len(names.hashes) for _, gone in cleared for names in gone)
+        return [tier.removal(gone) for tier, gone in cleared if gone], removed
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> list[Command]:
         """End what is past its deadline. Call it about once a second."""
         self.loads.expire(now)
+        return []
 
     def stats(self) -> dict[str, int]:
         """Counters since start and gauges of now; every declined block is under one `declined_` reason."""
@@ -158,9 +166,7 @@ class OffloadScheduler:
             **{f"declined_{reason}": 0 for reason in DECLINE_REASONS},
             **dict.fromkeys(_COUNTED, 0),
             **self.tier.counters,
-            "blocks_resident": self.pool.count(READY),
-            "blocks_pending": self.pool.count(PENDING),
-            "blocks_free": self.pool.free_slots,
+            **self.tier.gauges(),
             "leases": len(self.loads.requests),
             "transfers": len(self.landings) + len(self.loads),
         }

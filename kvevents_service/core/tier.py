@@ -11,7 +11,7 @@ from kvevents_service.core.commands import Command, Publish
 from kvevents_service.core.metadata import RemovedRun
 from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.pool import BlockPool
-from kvevents_service.core.slots import READY
+from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
@@ -28,12 +28,19 @@ class TierSpec(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bounds of everything that can wait. Times in seconds."""
+    """Bounds of everything that can wait. Times in seconds.
+
+    With a tier behind: the headroom is how many blocks should be able to leave without being lost, one in
+    `headroom_divisor` of the tier; no more than that are being demoted at any time.
+    """
 
     max_pending_blocks: int = 65536
     max_leases: int = 16384
     max_lease_s: float = 60.0
     transfer_deadline_s: float = 30.0
+    headroom_divisor: int = 8
+    max_headroom_blocks: int = 4096
+    max_demoting_blocks: int = 1024
 
 
 class Tier:
@@ -51,6 +58,14 @@ class Tier:
         """A new id for a transfer or a lease; never repeats in this process."""
         self._last_id += 1
         return self._last_id
+
+    def gauges(self) -> dict[str, int]:
+        """How many slots are in which state."""
+        return {
+            "blocks_resident": self.pool.count(READY),
+            "blocks_pending": self.pool.count(PENDING),
+            "blocks_free": self.pool.free_slots,
+        }
 
     # what leaves
 

@@ -37,7 +37,8 @@ from core.prompts import (
     units_of,
     with_inner,
 )
-from core.world import ENGINE_BLOCKS, MEDIUM, Grant, World
+from core.world import BEHIND, ENGINE_BLOCKS, FILLS, MEDIUM, Grant, World
+from kvevents_service.core.cascade import Cascade
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.errors import ControlError
@@ -113,7 +114,13 @@ class Offloading(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4))
     def start(self, capacity: int, ranks: int) -> None:
-        self.world = World(OffloadScheduler(TierSpec(MEDIUM, capacity, 32, self.model, UNIT), LIMITS), ranks)
+        self.begin(OffloadScheduler(self.tier(MEDIUM, capacity), LIMITS), ranks)
+
+    def tier(self, medium: str, capacity: int) -> TierSpec:
+        return TierSpec(medium, capacity, 32, self.model, UNIT)
+
+    def begin(self, scheduler: OffloadScheduler, ranks: int) -> None:
+        self.world = World(scheduler, ranks)
         self.scheduler = self.world.scheduler
         self.groups = self.world.groups
         self.step_units = step_tokens(self.model) // UNIT
@@ -213,7 +220,7 @@ class Offloading(RuleBasedStateMachine):
     def fail(self, position: int) -> None:
         self.world.settle(position, good=False)
 
-    @precondition(lambda self: any(copy.transfer.kind == "load" for copy in self.world.pending))
+    @precondition(lambda self: any(copy.transfer.kind not in FILLS for copy in self.world.pending))
     @rule(position=st.integers(0, 63), blocks=st.integers(0, 255))
     def lose(self, position: int, blocks: int) -> None:
         self.world.lose(position, blocks)
@@ -422,12 +429,14 @@ class Offloading(RuleBasedStateMachine):
         for session_id in self.sessions:
             world.end_request(session_id, "a", preempt=False)
         world.tick(self.now + LIMITS.max_lease_s)
+        while world.pending:
+            world.settle(0, good=True)
         world.check()
         world.check_idle()
         self.fill_the_tier()
         world.reset(self.sessions[0])
         world.check()
-        assert world.pool.free_slots == world.pool.capacity
+        assert all(tier.pool.free_slots == tier.pool.capacity for tier in world.tiers)
 
     def fill_the_tier(self) -> None:
         """Whatever happened before, every block can still leave: a fresh prompt takes the whole tier."""
@@ -440,7 +449,16 @@ class Offloading(RuleBasedStateMachine):
         self.world.check()
         wanted = {key64(block_at(path, group, number).block_hash) for number in range(capacity)}
         assert self.world.fold.hashes(MEDIUM, group.index) == wanted
-        assert len(self.world.fold) == capacity
+        assert sum(len(self.world.fold.hashes(MEDIUM, other.index)) for other in self.groups) == capacity
+
+
+class Cascading(Offloading):
+    """Two tiers, both far too small."""
+
+    @initialize(front=st.integers(4, 14), back=st.integers(3, 24), part=st.integers(1, 4), ranks=st.integers(1, 3))
+    def start(self, front: int, back: int, part: int, ranks: int) -> None:
+        limits = LIMITS._replace(headroom_divisor=part)
+        self.begin(Cascade(self.tier(MEDIUM, front), self.tier(BEHIND, back), limits), ranks)
 
 
 def _bad_step(**fields: Any) -> Any:
@@ -502,6 +520,13 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 """Not `explain`: it traces every line, outlasts the timeout of a test, and so hides the failure."""
 
 SETTINGS = settings(max_examples=40, stateful_step_count=50, deadline=None, phases=PHASES)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_cascading(model: str) -> None:
+    machine = type("Cascading", (Cascading,), {"model": MODELS[model]})
+    run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.timeout(400)  # shrinking a failure takes up to five minutes
