@@ -3,7 +3,8 @@
     begin -> Copy(demote) -> landed in the tier behind, announced there -> unpinned
 
 A look at the coldest blocks is taken while the front tier has little room: once a quarter of the headroom has been
-used since the last one, or more was cold than could be copied. What is behind already is only touched there.
+used since the last one, when more was cold than could be copied, and at every tick. What is behind already is only
+touched there.
 """
 
 from __future__ import annotations
@@ -111,5 +112,6 @@ class Demotions:
         self._resting = True
 
     def go_on(self) -> None:
-        """Some time has passed."""
+        """Some time has passed: look again, whatever was found before."""
         self._resting = False
+        self._unfinished = True

@@ -455,10 +455,47 @@ class Offloading(RuleBasedStateMachine):
 class Cascading(Offloading):
     """Two tiers, both far too small."""
 
-    @initialize(front=st.integers(4, 14), back=st.integers(3, 24), part=st.integers(1, 4), ranks=st.integers(1, 3))
+    @initialize(
+        front=st.integers(4, 22),
+        back=st.sampled_from([3, 12, 40, 120]),
+        part=st.sampled_from([1, 1, 2, 4]),
+        ranks=st.integers(1, 3),
+    )
     def start(self, front: int, back: int, part: int, ranks: int) -> None:
         limits = LIMITS._replace(headroom_divisor=part)
         self.begin(Cascade(self.tier(MEDIUM, front), self.tier(BEHIND, back), limits), ranks)
+
+    def drain(self) -> None:
+        while self.world.pending:
+            self.world.settle(0, good=True)
+
+    @rule(place=places, path=paths | whole_paths, kept=st.integers(0, 3))
+    def push_behind(self, place: int, path: Path, kept: int) -> None:
+        """A prompt is stored, demoted, and has to leave for another one, all of it or nearly."""
+        self.store_like_an_engine(place, path)
+        for _ in range(4):
+            self.drain()
+            self.world.tick(self.now)
+        self.drain()
+        group = next(group for group in self.groups if group.kind in PREFIX)
+        other = (5,) * (max(1, self.world.pool.capacity - kept) * units_of(group))
+        self.store(place, self.table(other, group))
+        self.drain()
+
+    @rule(place=places, request_id=requests, path=paths | whole_paths, more=branches, start=starts, share=shares)
+    def push_behind_and_load(
+        self, place: int, request_id: str, path: Path, more: list[int], start: int, share: int
+    ) -> None:
+        self.push_behind(place, path, 1)
+        self.serve(place, request_id, (*path, *more), start, share)
+
+    @rule(place=places, request_id=requests, path=paths, ends=st.sets(depths), more=branches)
+    def push_behind_and_load_finely(
+        self, place: int, request_id: str, path: Path, ends: set[int], more: list[int]
+    ) -> None:
+        self.store_with_names(place, path, 0, ends)
+        self.push_behind(place, path, 1)
+        self.serve(place, request_id, (*path, *more), 0, 99, fine=True)
 
 
 def _bad_step(**fields: Any) -> Any:
