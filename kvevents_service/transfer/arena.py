@@ -104,7 +104,7 @@ class ArenaMemory:
         self.dtype = widest(arena.block_bytes)
         self.views = [arena.view(self.dtype)]
         self.blocks = arena.slots
-        self.block_sizes = (arena.block_bytes,)
+        self.block_sizes: tuple[int, ...] = (arena.block_bytes,)
         self.block_bytes = arena.block_bytes
 
     def __repr__(self) -> str:

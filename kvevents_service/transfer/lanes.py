@@ -10,6 +10,9 @@ from kvevents_service.transfer.arena import Arena
 from kvevents_service.transfer.memory import BlockMemory
 from kvevents_service.transfer.worker import CopyWorker, TransferFuture
 
+DIRECTIONS = {"store": "store", "demote": "store", "load": "load", "promote": "load"}
+"""Of each kind of copy: into the arena, or out of it."""
+
 
 class Lanes:
     """Copies between one rank's memory and its arena. `close` ends what it started; the tasks end soon after."""
@@ -28,7 +31,7 @@ class Lanes:
 
     def submit(self, transfer: TransferMeta, memory: BlockMemory) -> TransferFuture:
         """Queue one copy behind those of its direction."""
-        return self._workers[transfer.kind].submit(transfer, memory)
+        return self._workers[DIRECTIONS[transfer.kind]].submit(transfer, memory)
 
     def drop(self, memory: BlockMemory) -> None:
         """Fail what is queued on this memory."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from core.models import groups
-from core.prompts import Path, hashes, offer, with_inner, with_tail
 from kvevents_service.core.cascade import Cascade
 from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun
 from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Limits, TierSpec
-from kvevents_service.testing import Chain, HeldCopies, InstantCopies, make_chain
-from kvevents_service.wire.control import GroupSpec, Hit, Load, Loaded, Lookup, Reset, ResetDone, Step, StepDone
+from kvevents_service.testing import Chain, HeldCopies, make_chain
+from kvevents_service.wire.control import GroupSpec, Hit, Load, Lookup, Step, StepDone
 from kvevents_service.wire.packing import pack_int32
 
 ONE = (GroupSpec(0, "full_attention", 2),)
