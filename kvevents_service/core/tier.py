@@ -38,9 +38,9 @@ class Limits(NamedTuple):
     max_leases: int = 16384
     max_lease_s: float = 60.0
     transfer_deadline_s: float = 30.0
-    headroom_divisor: int = 8
+    headroom_divisor: int = 4
     max_headroom_blocks: int = 4096
-    max_demoting_blocks: int = 1024
+    max_demoting_blocks: int = 4096
 
 
 class Tier:
