@@ -53,20 +53,18 @@ class PromotingLoads(Loads):
         move = Move()
         for group, own in zip(self._groups, slots, strict=True):
             behind = [self.ladder.back_slot(slot) for slot in own if self.ladder.is_back(slot)]
-            for chain in self._chains(group, behind):
-                move.add(self.ladder.back, chain, self.tier)
+            move.add(self.ladder.back, self._wanted(group, behind), self.tier)
         return move
 
-    def _chains(self, group: GroupSpec, behind: list[int]) -> list[list[int]]:
-        """What of these blocks is not on its way into the front tier already."""
+    def _wanted(self, group: GroupSpec, behind: list[int]) -> list[int]:
+        """Which of these blocks are to go in front: none behind a parent that is still being written."""
         front, back = self.ladder.front, self.ladder.back
-        unknown = [slot for slot in behind if not front.knows(group.index, back.hash_of(slot) or b"")]
         if group.kind not in PREFIX_KINDS:
-            return [unknown]
+            return [slot for slot in behind if not front.knows(group.index, back.hash_of(slot) or b"")]
         parent = back.parent_of(behind[0]) if behind else None
         before = None if parent is None else front.slot_of(group.index, back.hash_of(parent) or b"")
         written = before is not None and front.state_of(before) == PENDING
-        return [] if written or len(unknown) < len(behind) else [unknown]
+        return [] if written else behind
 
     def _landed(self, loading: Loading, ids: array[int], slots: list[int], landed: Landed) -> list[Command]:
         transfer, blocks = landed

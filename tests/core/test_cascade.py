@@ -314,6 +314,29 @@ def test_two_loads_of_one_hit_do_not_promote_it_twice() -> None:
     check(copies.scheduler)
 
 
+def test_what_is_read_in_front_stays_there_while_the_rest_comes_from_behind() -> None:
+    copies = behind(ABCD, front=6)
+    store(copies, ABCD.part(0, 2))
+    copies.complete()
+    assert lookup(copies, make_chain(range(200, 208), 2)).blocks == 4  # leased: the other two slots are A's and B's
+    load(copies, lookup(copies, ABCD))
+    assert sorted((transfer.tier, transfer.blocks) for transfer in copies.pending) == [(0, 2), (1, 2)]
+    assert store(copies, EFGH) == [StepDone(1, 0, 0, 4)]
+    copies.complete()
+    assert copies.complete() == [Loaded(9, 4)]
+
+
+def test_nothing_is_promoted_behind_a_parent_that_is_being_written() -> None:
+    copies = behind(ABCD, front=8)
+    store(copies, ABCD.part(0, 2))
+    rest = ABCD.part(2)
+    hit = copies.scheduler.lookup(1, Lookup(1, "r", rest.packed, 10.0, 4), 0.0)
+    assert hit.blocks == 2
+    load(copies, hit)
+    assert kinds(copies) == [("store", 2), ("load", 2)]
+    assert copies.complete(1) == [Loaded(9, 2)]
+
+
 def test_a_failed_promotion_is_a_miss_and_announces_nothing() -> None:
     copies = behind(ABCD)
     load(copies, lookup(copies, ABCD))
