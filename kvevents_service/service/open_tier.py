@@ -63,9 +63,9 @@ class Tiers:
         self.storages = [_storage(tier) for tier in settings]
         self._clock = clock
 
-    def capacities(self, block_bytes: int) -> list[int]:
-        """Blocks of each tier. ControlError if one holds too few."""
-        return [_capacity(tier, block_bytes) for tier in self.settings]
+    def capacities(self, block_sizes: Sequence[int]) -> list[int]:
+        """Blocks of each tier, of these sizes, one a rank. ControlError if one holds too few."""
+        return [_capacity(tier, sum(block_sizes)) for tier in self.settings]
 
     def empty(self, head: Head) -> OpenTier:
         """Before there is a size."""

@@ -131,7 +131,7 @@ class Sidecar:
         tier = self.tier
         if tier is not None and tier.head == head and sizes in ((), tier.sizes):
             return tier
-        capacities = self._tiers.capacities(sum(map(sum, sizes))) if sizes else []
+        capacities = self._tiers.capacities([sum(of_rank) for of_rank in sizes]) if sizes else []
         if self.copies.running:
             raise ControlError("busy", "namespace", "to come again when the copies of the last engine have ended")
         if tier is not None:

@@ -267,4 +267,4 @@ async def test_tiny_blocks_do_not_make_the_books_larger_than_the_tier(run) -> No
     from kvevents_service.service.open_tier import MAX_SLOTS
 
     async with run(host_bytes=1 << 40) as service:
-        assert service.sidecar._tiers.capacities(1) == [MAX_SLOTS]
+        assert service.sidecar._tiers.capacities([1]) == [MAX_SLOTS]
