@@ -27,7 +27,7 @@ from typing import NamedTuple
 from kvevents_service.core.cut import PoolCut
 from kvevents_service.core.eviction import EvictionQueue
 from kvevents_service.core.groups import PREFIX_KINDS
-from kvevents_service.core.metadata import BlockStoreMeta
+from kvevents_service.core.metadata import BlockStoreMeta, StoreRun
 from kvevents_service.core.names import Evicted, Forgotten, NameTable
 from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, ORPHANED, PENDING, READY
 
@@ -76,15 +76,45 @@ class BlockPool(NameTable):
         count = min(len(hashes), len(self._free))
         slots = self._take_free(count)
         if count:
-            names = self.inner if meta.inner else self.index
-            names[meta.group.index].update(zip(hashes, slots, strict=False))
-            self._fill(meta, hashes, slots, parent)
-            if meta.group.kind not in PREFIX_KINDS:
-                self._unlink(slots)
-            self._queue.touch_run(slots)
+            self._place(meta, hashes, slots, parent)
         elif parent is not None:
             self._offer_if_evictable(parent)
         return Allocation(slots, evicted)
+
+    def _place(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
+        names = self.inner if meta.inner else self.index
+        names[meta.group.index].update(zip(hashes, slots, strict=False))
+        self._fill(meta, hashes, slots, parent)
+        if meta.group.kind not in PREFIX_KINDS:
+            self._unlink(slots)
+        self._queue.touch_run(slots)
+
+    def adopt(self, runs: Iterable[StoreRun]) -> list[BlockStoreMeta]:
+        """Take in blocks whose bytes are in their slots already, parents first; not their inner names.
+
+        Returns the runs that can stand here: in free slots, under fresh names, in a prefix kind behind a parent.
+        """
+        free = set(self._free)
+        kept = [self._adopt(run, free) for run in runs if self._is_adoptable(run, free)]
+        self._free = [slot for slot in self._free if slot in free]
+        return kept
+
+    def _is_adoptable(self, run: StoreRun, free: set[int]) -> bool:
+        meta, slots, _ = run
+        group, parent = meta.group, meta.parent_block_hash
+        rooted = group.kind not in PREFIX_KINDS or parent is None or parent in self.index[group.index]
+        fresh = self.is_fresh_chain(group.index, [meta.hash_at(place) for place in range(meta.blocks)])
+        own = len(slots) == meta.blocks == len(free.intersection(slots))
+        return own and rooted and fresh and group.cacheable
+
+    def _adopt(self, run: StoreRun, free: set[int]) -> BlockStoreMeta:
+        meta, slots, _ = run
+        before = meta.parent_block_hash if meta.group.kind in PREFIX_KINDS else None
+        parent = None if before is None else self.slot_of(meta.group.index, before)
+        free.difference_update(slots)
+        self._place(meta, [meta.hash_at(place) for place in range(meta.blocks)], slots, parent)
+        self.commit(slots)
+        return meta
 
     def _take_free(self, count: int) -> list[int]:
         if not count:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvevents_service.core.commands import Command, Publish
-from kvevents_service.core.metadata import RemovedRun
+from kvevents_service.core.metadata import RemovedRun, StoreRun
 from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.slots import PENDING, READY
@@ -66,6 +66,12 @@ class Tier:
             "blocks_pending": self.pool.count(PENDING),
             "blocks_free": self.pool.free_slots,
         }
+
+    def adopt(self, runs: Iterable[StoreRun]) -> list[Command]:
+        """The announcement of blocks that were in the tier before this process was."""
+        kept = tuple(self.pool.adopt(runs))
+        self.counters["blocks_stored"] += sum(meta.blocks for meta in kept)
+        return [Publish(kept)] if kept else []
 
     # what leaves
 

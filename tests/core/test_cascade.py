@@ -9,7 +9,7 @@ import pytest
 from core.models import UNIT, groups
 from core.prompts import Path, hashes, offer, with_inner, with_tail
 from kvevents_service.core.cascade import Cascade
-from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun
+from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun, StoreRun, snapshot
 from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.testing import Chain, HeldCopies, InstantCopies, make_chain
@@ -467,3 +467,15 @@ def test_counters_of_both_tiers_are_told_apart() -> None:
     assert (stats["blocks_resident"], stats["disk_blocks_resident"], stats["disk_blocks_free"]) == (4, 4, 4)
     assert (stats["blocks_stored"], stats["disk_blocks_stored"], stats["blocks_demoted"]) == (8, 4, 4)
     assert (stats["blocks_removed"], stats["disk_blocks_removed"]) == (4, 0)
+
+
+def test_what_was_on_the_disk_before_the_process_is_announced_and_promoted() -> None:
+    copies = HeldCopies(two_tiers())
+    scheduler = copies.scheduler
+    meta = snapshot(ABCD.offer(range(4)), ONE[0], "STORAGE", 32)
+    copies.perform(scheduler.tiers[1].adopt([StoreRun(meta, [7, 3, 2, 5])]))
+    assert said(copies) == [("+", "STORAGE", 4)]
+    assert scheduler.stats()["disk_blocks_stored"] == 4
+    load(copies, lookup(copies, ABCD))
+    assert kinds(copies) == [("promote", 4)]
+    assert copies.pending[0].slots.tolist() == [7, 3, 2, 5]
