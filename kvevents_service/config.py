@@ -34,7 +34,7 @@ def default_engine_socket() -> str:
 
 
 class TierSettings(NamedTuple):
-    """The one tier of a sidecar. `prefix` begins the names of its settings, as in `host_bytes`."""
+    """One tier of a sidecar. `prefix` begins the names of its settings, as in `host_bytes`."""
 
     prefix: str
     size_bytes: int
@@ -91,7 +91,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a sidecar is told. Every field is a key of the TOML file; the commonest are flags, too.
 
     `host_bytes` is the size of the CPU tier (1 GiB if nothing is said). With `disk_path`, a directory, and
-    `disk_bytes` the tier is a file there instead. `host_blocks` and `disk_blocks` cap the tier in blocks.
+    `disk_bytes` the tier is a file there instead; with `host_bytes` besides, there are both, the disk behind the
+    host's memory. `host_blocks` and `disk_blocks` cap a tier in blocks.
     `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other
     machines can reach need `allow_remote`: events carry prompt tokens.
     `pub` to `hash_salt_file` describe one output; `outputs` stand in their place. `labels` fill in topics.
@@ -174,24 +175,31 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 yield f"outputs[{number}].{setting}" if self.outputs else setting, endpoint, output
 
     def _check_tier(self) -> None:
-        disk, alone = self.disk_path is not None, "beside a disk tier: one tier at a time for now"
+        disk = self.disk_path is not None
         for setting in ("disk_bytes", "disk_blocks"):
             _expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
         if self.disk_path is not None:
             _expect(_is_path(self.disk_path), "disk_path", "a directory")
             _expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
-            _expect(not self.host_bytes, "host_bytes", f"0 or nothing {alone}")
-            _expect(self.host_blocks is None, "host_blocks", f"nothing {alone}")
-        for setting in ("disk_bytes", "disk_blocks", "host_blocks", *(() if disk else ("host_bytes",))):
-            value = getattr(self, setting)
-            _expect(value is None or value > 0, setting, "a positive whole number")
+            expected = "the size of a tier in front of the disk, as host_blocks is set"
+            _expect(bool(self.host_bytes) or self.host_blocks is None, "host_bytes", expected)
+        for setting in ("disk_bytes", "disk_blocks", "host_blocks", "host_bytes"):
+            value, least = getattr(self, setting), 0 if disk and setting == "host_bytes" else 1
+            _expect(value is None or value >= least, setting, "a positive whole number")
 
     @property
     def tier(self) -> TierSettings:
-        """The tier that these settings ask for."""
-        if self.disk_path is not None:
-            return TierSettings("disk", self.disk_bytes or 0, self.disk_blocks, self.disk_path)
-        return TierSettings("host", self.host_bytes or DEFAULT_HOST_BYTES, self.host_blocks)
+        """The first tier: engines' blocks go there."""
+        return self.tiers[0]
+
+    @property
+    def tiers(self) -> tuple[TierSettings, ...]:
+        """The tiers that these settings ask for, the fastest first."""
+        host = TierSettings("host", self.host_bytes or DEFAULT_HOST_BYTES, self.host_blocks)
+        if self.disk_path is None:
+            return (host,)
+        disk = TierSettings("disk", self.disk_bytes or 0, self.disk_blocks, self.disk_path)
+        return (host, disk) if self.host_bytes else (disk,)
 
     def _check_endpoint(self, setting: str, endpoint: str, *, open_to_all: bool) -> None:
         _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")

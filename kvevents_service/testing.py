@@ -95,9 +95,9 @@ class HeldCopies:
         """The pending copy at this position ends well."""
         return self.perform(self.scheduler.complete(self.pending.pop(position)))
 
-    def fail(self, position: int = 0) -> list[SidecarMessage]:
-        """The pending copy at this position ends badly."""
-        return self.perform(self.scheduler.fail(self.pending.pop(position)))
+    def fail(self, position: int = 0, lost: Sequence[int] = ()) -> list[SidecarMessage]:
+        """The pending copy at this position ends badly; bytes in the `lost` slots are gone for good."""
+        return self.perform(self.scheduler.fail(self.pending.pop(position), lost))
 
 
 class InstantCopies(HeldCopies):

@@ -31,8 +31,9 @@ from kvevents_service.errors import ConfigError
         ({"disk_path": "d", "disk_bytes": "4096"}, "disk_bytes"),
         ({"disk_path": "d", "disk_bytes": 4096, "disk_blocks": 0}, "disk_blocks"),
         ({"disk_path": "d", "disk_bytes": 4096, "disk_blocks": 1.5}, "disk_blocks"),
-        ({"disk_path": "d", "disk_bytes": 4096, "host_bytes": 1}, "host_bytes"),
-        ({"disk_path": "d", "disk_bytes": 4096, "host_blocks": 1}, "host_blocks"),
+        ({"disk_path": "d", "disk_bytes": 4096, "host_bytes": -1}, "host_bytes"),
+        ({"disk_path": "d", "disk_bytes": 4096, "host_blocks": 1}, "host_bytes"),
+        ({"disk_path": "d", "disk_bytes": 4096, "host_bytes": 0, "host_blocks": 1}, "host_bytes"),
         ({"dp_rank": -1}, "dp_rank"),
         ({"pub": "127.0.0.1:5557"}, "pub"),
         ({"pub": "tcp://127.0.0.1"}, "pub"),
@@ -68,16 +69,24 @@ def test_what_is_no_whole_number_in_a_file_is_named(tmp_path: Path, setting: str
 
 
 @pytest.mark.parametrize(
-    ("settings", "tier"),
+    ("settings", "tiers"),
     [
-        ({}, ("host", 1 << 30, None, None)),
-        ({"host_bytes": 5, "host_blocks": 2}, ("host", 5, 2, None)),
-        ({"disk_path": "d", "disk_bytes": 7}, ("disk", 7, None, "d")),
-        ({"disk_path": "d", "disk_bytes": 7, "disk_blocks": 3, "host_bytes": 0}, ("disk", 7, 3, "d")),
+        ({}, [("host", 1 << 30, None, None)]),
+        ({"host_bytes": 5, "host_blocks": 2}, [("host", 5, 2, None)]),
+        ({"disk_path": "d", "disk_bytes": 7}, [("disk", 7, None, "d")]),
+        ({"disk_path": "d", "disk_bytes": 7, "disk_blocks": 3, "host_bytes": 0}, [("disk", 7, 3, "d")]),
+        (
+            {"disk_path": "d", "disk_bytes": 7, "host_bytes": 5, "host_blocks": 2},
+            [("host", 5, 2, None), ("disk", 7, None, "d")],
+        ),
     ],
 )
-def test_there_is_one_tier(settings: dict[str, object], tier: tuple[object, ...]) -> None:
-    assert load_config(None, settings).tier == tier
+def test_there_is_a_tier_of_each_kind_that_is_asked_for(
+    settings: dict[str, object], tiers: list[tuple[object, ...]]
+) -> None:
+    config = load_config(None, settings)
+    assert list(config.tiers) == tiers
+    assert config.tier == tiers[0]
 
 
 def test_remote_addresses_must_be_asked_for() -> None:

@@ -25,7 +25,12 @@ MODEL_HELP = "hybrid: full attention, sliding window and mamba; adapters, salts 
 OFFLOAD_HELP = "eager: blocks are stored when they are computed; lazy: when the engine is about to reuse them."
 BLOCKS_HELP = "Blocks of the engine's cache; few of them make it preempt. The longest prompt must fit."
 LEAST_BLOCKS = 7900
-HOST_BYTES = 256 * 1024 * 1024
+MIB = 1024 * 1024
+HOST_BYTES = {"cpu": 256 * MIB, "disk": 0, "cpu+disk": 64 * MIB}
+DISK_BYTES = {"cpu": 0, "disk": 256 * MIB, "cpu+disk": 256 * MIB}
+TIER_HELP = (
+    "Where blocks are kept. cpu+disk: what leaves host memory is on the disk by then, and hits bring it back."
+)
 
 
 @click.command(
@@ -42,9 +47,14 @@ HOST_BYTES = 256 * 1024 * 1024
 @click.option(
     "--engine-blocks", default=8192, show_default=True, type=click.IntRange(LEAST_BLOCKS), help=BLOCKS_HELP
 )
+@click.option("--tier", default="cpu", show_default=True, type=click.Choice([*HOST_BYTES]), help=TIER_HELP)
 @click.option(
-    "--host-bytes", default=HOST_BYTES, show_default=True, type=click.IntRange(1), help="Size of the tier."
+    "--host-bytes",
+    type=click.IntRange(1),
+    help="Size of the host tier.",
+    show_default="256 MiB; before a disk 64 MiB",
 )
+@click.option("--disk-bytes", type=click.IntRange(1), help="Size of the disk tier.", show_default="256 MiB")
 @click.option(
     "--pub", default="tcp://127.0.0.1:5557", show_default=True, help="Event endpoint; any free port if taken."
 )
@@ -57,7 +67,7 @@ def demo(as_json: bool, events: bool, color: str, **options: Any) -> int:
     Kill either process while it runs (kill -9 its pid): the demo starts it again and goes on.
     """
     with tempfile.TemporaryDirectory(prefix="kvevents-demo-") as directory, as_file(_trace()) as trace:
-        settings = DemoSettings(trace, Path(directory), **options)
+        settings = DemoSettings(trace, Path(directory), **_sized(**options))
         view = make_view(color, as_json, events)
         try:
             summary = asyncio.run(_run(DemoRun(settings, view.show, view.say)))
@@ -91,6 +101,21 @@ def _trace() -> Traversable:
     return files("kvevents_service") / "data" / TRACE
 
 
+def _sized(tier: str, host_bytes: int | None, disk_bytes: int | None, **options: Any) -> dict[str, Any]:
+    """The options with the sizes of the tiers that there are to be; 0: there is none."""
+    host, disk = HOST_BYTES[tier], DISK_BYTES[tier]
+    return {**options, "host_bytes": host and (host_bytes or host), "disk_bytes": disk and (disk_bytes or disk)}
+
+
+def _moves(summary: Summary) -> dict[str, str]:
+    """Between two tiers."""
+    if len(summary.blocks_resident_on) < 2:
+        return {}
+    resident = " / ".join(f"{blocks:,} {medium}" for medium, blocks in summary.blocks_resident_on.items())
+    moved = f"{summary.blocks_demoted:,} / {summary.blocks_promoted:,} / {summary.evicted_unsaved:,}"
+    return {"resident on": resident, "blocks demoted / promoted / unsaved": moved}
+
+
 def table(summary: Summary) -> str:
     """The summary for people."""
     share = 100 * summary.hit_tokens / max(1, summary.prompt_tokens)
@@ -101,6 +126,7 @@ def table(summary: Summary) -> str:
         "blocks stored / removed / resident": (
             f"{summary.blocks_stored:,} / {summary.blocks_removed:,} / {summary.blocks_resident:,}"
         ),
+        **_moves(summary),
         "bytes moved / verified": f"{summary.bytes_moved:,} / {summary.bytes_verified:,}",
         "corrupt blocks": f"{summary.corrupt_blocks}",
         "sequence gaps": f"{summary.gaps}",

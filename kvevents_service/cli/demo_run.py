@@ -35,11 +35,12 @@ class DemoSettings(NamedTuple):
 
     trace: Path
     directory: Path
+    host_bytes: int
+    disk_bytes: int
     model: str
     offload: str
     requests: int
     engine_blocks: int
-    host_bytes: int
     pub: str
     replay: str
 
@@ -54,6 +55,10 @@ class Summary(msgspec.Struct):
     blocks_stored: int = 0
     blocks_removed: int = 0
     blocks_resident: int = 0
+    blocks_resident_on: dict[str, int] = {}
+    blocks_demoted: int = 0
+    blocks_promoted: int = 0
+    evicted_unsaved: int = 0
     bytes_moved: int = 0
     bytes_verified: int = 0
     corrupt_blocks: int = 0
@@ -175,11 +180,17 @@ class DemoRun:
         settings = {
             "--engine-socket": self._socket,
             "--host-bytes": str(self.settings.host_bytes),
+            **self._disk_arguments(),
             "--pub": self._pub,
             "--replay": self._replay,
             "--log-level": "warning",
         }
         return ["kvevents_service", "serve", *(word for pair in settings.items() for word in pair)]
+
+    def _disk_arguments(self) -> dict[str, str]:
+        if not self.settings.disk_bytes:
+            return {}
+        return {"--disk-path": str(self.settings.directory), "--disk-bytes": str(self.settings.disk_bytes)}
 
     # the engine
 
@@ -243,6 +254,10 @@ class DemoRun:
         summary.stream_matches_resident = _filled(folded) == _filled(resident)
         summary.blocks_stored, summary.blocks_removed = fold.stored, fold.removed
         summary.blocks_resident = sum(map(len, resident.values()))
+        for (medium, _), names in resident.items():
+            summary.blocks_resident_on[medium] = summary.blocks_resident_on.get(medium, 0) + len(names)
+        for field in ("blocks_demoted", "blocks_promoted", "evicted_unsaved"):
+            setattr(summary, field, inspected.stats.get(field, 0))
         summary.gaps = self.follower.gaps
         summary.stream_faults = sum(fold.faults.values()) + self.follower.undecodable
 

@@ -31,7 +31,7 @@ GC_THRESHOLD = 50_000
     "--engine-socket", metavar="PATH", help="Unix domain socket for engines. [default: see the ready line]"
 )
 @click.option("--host-bytes", type=int, metavar="N", help="Size of the CPU tier in bytes. [default: 1 GiB]")
-@click.option("--disk-path", metavar="D", help="Keep the tier in a file in this directory instead.")
+@click.option("--disk-path", metavar="D", help="Keep blocks in a file there: instead, or behind --host-bytes.")
 @click.option("--disk-bytes", type=int, metavar="N", help="Size of the disk tier in bytes.")
 @click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
 @click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from kvevents_service.core.commands import Command, Copy, Reply
 from kvevents_service.core.groups import PREFIX_KINDS, alignment, needed_blocks
 from kvevents_service.core.metadata import TransferMeta
-from kvevents_service.core.prefix import PrefixQuery, loadable, longest_prefix, slots_of
+from kvevents_service.core.prefix import PrefixQuery, Readable, loadable, longest_prefix, slots_of
 from kvevents_service.core.requests import Lease, RequestMirror
 from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Tier
@@ -24,32 +23,42 @@ from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec, Hit, Load, Loaded, Lookup, Release
 
 
-class Running(NamedTuple):
-    """A load under way: how many hash units the engine gets, and what is pinned for it."""
+class Loading:
+    """A load under way: how many hash units the engine gets, what is pinned for it, and its copies."""
 
-    units: int
-    pins: tuple[int, ...]
+    __slots__ = ("blocks", "copies", "deadline", "good", "load_id", "pins", "session_id", "units")
+
+    def __init__(self, session_id: int, load_id: int, units: int, pins: tuple[int, ...], deadline: float) -> None:
+        self.session_id = session_id
+        self.load_id = load_id
+        self.units = units
+        self.pins = pins
+        self.deadline = deadline
+        self.good = True
+        self.blocks = self.copies = 0
 
 
 class Loads:
     """Every leased hit and every load under way."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, pool: Readable) -> None:
         self.tier = tier
+        self.pool = pool
         self.requests = RequestMirror(tier.limits.max_leases)
-        self._running: dict[TransferMeta, Running] = {}
+        self._running: dict[TransferMeta, Loading] = {}
+        self._under_way = 0
         self._groups = tuple(group for group in tier.spec.groups if group.cacheable)
         self._step_units = alignment(self._groups) // tier.spec.hash_tokens
 
     def __len__(self) -> int:
-        return len(self._running)
+        return self._under_way
 
     # lookup
 
     def lookup(self, session_id: int, lookup: Lookup, now: float) -> Hit:
         """The longest prefix every group can serve, pinned until `now` + lease_s."""
         query = self._query(lookup)
-        tokens = longest_prefix(self.tier.pool, self._groups, query)
+        tokens = longest_prefix(self.pool, self._groups, query)
         units = (tokens - query.start_tokens) // query.hash_tokens
         self.tier.counters["lookups"] += 1
         pins = self._pins(query, tokens) if units else None
@@ -77,7 +86,7 @@ class Loads:
         for group in self._groups:
             wanted = needed_blocks(group, tokens, query.start_tokens)
             for block in wanted[-1:] if group.kind in PREFIX_KINDS else wanted:
-                slot = loadable(self.tier.pool, group, query, block, tokens)
+                slot = loadable(self.pool, group, query, block, tokens)
                 if slot is None:
                     return None
                 pins.append(slot)
@@ -93,8 +102,8 @@ class Loads:
         now: float,
     ) -> int:
         for slot in pins:
-            self.tier.pool.pin(slot)
-            self.tier.pool.touch(slot)
+            self.pool.pin(slot)
+            self.pool.touch(slot)
         deadline = now + min(lookup.lease_s, self.tier.limits.max_lease_s)
         lease = Lease(self.tier.next_id(), session_id, lookup.request_id, units, pins, query, deadline)
         self.requests.grant(lease)
@@ -112,12 +121,22 @@ class Loads:
             self._unpin(() if lease is None else lease.pins)
             self.tier.counters["loads_refused"] += 1
             return [Reply(session_id, Loaded(load.load_id, 0))]
-        pins = self._swap_pins(lease, slots)
         deadline = now + self.tier.limits.transfer_deadline_s
-        flat = array("i", [slot for group in slots for slot in group])
-        transfer = TransferMeta(self.tier.next_id(), "load", session_id, load.load_id, ids, flat, deadline)
-        self._running[transfer] = Running(units, pins)
-        return [Copy(transfer)]
+        loading = Loading(session_id, load.load_id, units, self._swap_pins(lease, slots), deadline)
+        self._under_way += 1
+        return self._start(loading, ids, slots)
+
+    def _start(self, loading: Loading, ids: array[int], slots: list[list[int]]) -> list[Command]:
+        return [self._copy(loading, ids, array("i", [slot for group in slots for slot in group]))]
+
+    def _copy(self, loading: Loading, ids: array[int], slots: array[int], tier: int = 0) -> Copy:
+        transfer = TransferMeta(
+            self.tier.next_id(), "load", loading.session_id, loading.load_id, ids, slots, loading.deadline,
+            tier=tier,
+        )  # fmt: skip
+        self._running[transfer] = loading
+        loading.copies += 1
+        return Copy(transfer)
 
     def _accepted_units(self, lease: Lease, load: Load, ids: int) -> int:
         """Hash units of the hit that the engine takes; 0 if its block ids do not fit them."""
@@ -143,7 +162,7 @@ class Loads:
 
         A reset since the lookup leaves bytes of an older model under the lease: those are never loaded.
         """
-        pool, query = self.tier.pool, lease.query
+        pool, query = self.pool, lease.query
         if any(pool.state_of(slot) != READY for slot in lease.pins):
             return None
         tokens = query.start_tokens + units * query.hash_tokens
@@ -156,21 +175,28 @@ class Loads:
         pins = tuple(
             slot
             for group, own in zip(self._groups, slots, strict=True)
-            for slot in (own[-1:] if group.kind in PREFIX_KINDS else own)
+            for slot in (self.pool.ends(own) if group.kind in PREFIX_KINDS else own)
         )
         for slot in pins:
-            self.tier.pool.pin(slot)
+            self.pool.pin(slot)
         self._unpin(lease.pins)
         return pins
 
     def end(self, transfer: TransferMeta, *, good: bool) -> list[Command]:
-        """The copy has ended. A bad one is a miss at once, and so is one that a reset met."""
-        running = self._running.pop(transfer)
-        good = good and all(self.tier.pool.state_of(slot) == READY for slot in running.pins)
-        self._unpin(running.pins)
-        self.tier.counters["blocks_loaded"] += transfer.blocks if good else 0
+        """A copy has ended. A bad one makes its load a miss, and so does a reset that met it."""
+        loading = self._running.pop(transfer)
+        loading.good &= good
+        loading.blocks += transfer.blocks
+        loading.copies -= 1
+        return [] if loading.copies else [self._finish(loading)]
+
+    def _finish(self, loading: Loading) -> Reply:
+        self._under_way -= 1
+        good = loading.good and all(self.pool.state_of(slot) == READY for slot in loading.pins)
+        self._unpin(loading.pins)
+        self.tier.counters["blocks_loaded"] += loading.blocks if good else 0
         self.tier.counters["loads_failed"] += not good
-        return [Reply(transfer.session_id, Loaded(transfer.owner_id, running.units if good else 0))]
+        return Reply(loading.session_id, Loaded(loading.load_id, loading.units if good else 0))
 
     # the ends of leases
 
@@ -199,4 +225,4 @@ class Loads:
 
     def _unpin(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            self.tier.pool.unpin(slot)
+            self.pool.unpin(slot)

@@ -15,6 +15,8 @@ import msgspec
 from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 
 TOKEN_BYTES = 4
+NO_SESSION = 0
+"""Sessions count from 1."""
 
 ExtraKeys = list[Any]
 """One entry per block, as the engine gave it: a tuple, or None."""
@@ -89,10 +91,14 @@ class StoreRun(NamedTuple):
 
 
 class TransferMeta(msgspec.Struct, frozen=True, eq=False):
-    """One copy between engine blocks and tier slots; rides on the transfer's future.
+    """One copy; rides on the transfer's future. `kind` says from where to where:
 
-    `engine_blocks[i]` and `slots[i]` belong together. `owner_id` is the step or load id of the session.
-    A store's `runs` say what will be announced when it completes; a load has none.
+        store, load       engine blocks -> slots, slots -> engine blocks
+        demote, promote   host slots -> slots, slots -> host slots; no session's: `session_id` is NO_SESSION
+
+    `engine_blocks[i]` and `slots[i]` belong together; in the last two the former are slots of the host tier.
+    `tier` is whose slots those are: 0 the first one's, 1 those of the one below. `owner_id` is the step or load id
+    of the session. `runs` say what will be announced when the copy completes; a load has none.
     """
 
     transfer_id: int
@@ -103,6 +109,7 @@ class TransferMeta(msgspec.Struct, frozen=True, eq=False):
     slots: array[int]
     deadline: float
     runs: tuple[StoreRun, ...] = ()
+    tier: int = 0
 
     @property
     def blocks(self) -> int:

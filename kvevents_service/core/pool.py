@@ -2,9 +2,9 @@
 
     FREE --allocate--> PENDING --commit--> READY --evict--> FREE
                           |  |               |
-                          |  +--clear--> ORPHANED
+                          |  +--forget-> ORPHANED
                           |                  |
-                          +----abandon-------+--clear--> DOOMED --(unpinned, childless)--> FREE
+                          +----abandon-------+--forget-> DOOMED --(unpinned, childless)--> FREE
 
 A block is named by the hash at its end. It may have inner names, too, of prefixes that end inside it; a tail, which
 is not full, has only its inner name. They come and go with the block, and one that another block has is not given
@@ -21,31 +21,15 @@ bisection, why pinning the last block of a hit pins all of it, and why a store i
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvevents_service.core.cut import PoolCut
 from kvevents_service.core.eviction import EvictionQueue
 from kvevents_service.core.groups import PREFIX_KINDS
-from kvevents_service.core.metadata import BlockStoreMeta
-from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, ORPHANED, PENDING, READY, SlotTable
-
-
-class Evicted(NamedTuple):
-    """A name that left with its block to make room."""
-
-    group: int
-    block_hash: bytes
-    inner: bool = False
-
-
-class Forgotten(NamedTuple):
-    """Names of one group that were READY and are none any more, children before parents."""
-
-    group: int
-    hashes: list[bytes]
-    inner: bool
+from kvevents_service.core.metadata import BlockStoreMeta, StoreRun
+from kvevents_service.core.names import Evicted, Forgotten, NameTable
+from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, ORPHANED, PENDING, READY
 
 
 class Allocation(NamedTuple):
@@ -55,16 +39,15 @@ class Allocation(NamedTuple):
     evicted: list[Evicted]
 
 
-class BlockPool(SlotTable):
+class BlockPool(NameTable):
     """`capacity` slots shared by `groups` groups. Not thread safe; no I/O, no clock."""
 
     def __init__(self, capacity: int, groups: int) -> None:
-        super().__init__(capacity)
-        self.index: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        self.inner: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        self._more_names: dict[int, list[BlockStoreMeta]] = {}
+        super().__init__(capacity, groups)
         self._free = list(range(capacity - 1, -1, -1))
         self._queue = EvictionQueue(capacity)
+        self.allocated = 0
+        """Slots ever taken."""
 
     def __repr__(self) -> str:
         return f"<BlockPool {len(self)}/{self.capacity} indexed, {len(self._free)} free>"
@@ -77,44 +60,7 @@ class BlockPool(SlotTable):
     def free_slots(self) -> int:
         return len(self._free)
 
-    # lookup
-
-    def known_prefix(self, group: int, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks of the chain are indexed, ready or pending."""
-        index = self.index[group]
-        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in index)
-
-    def ready_prefix(self, group: int, packed: bytes, hash_bytes: int) -> int:
-        """How many leading blocks of the packed chain can be loaded now."""
-        index, state = self.index[group], self._state
-
-        def missing(position: int) -> bool:
-            slot = index.get(packed[position * hash_bytes : (position + 1) * hash_bytes])
-            return slot is None or state[slot] != READY
-
-        blocks = len(packed) // hash_bytes  # mostly all of them are there, or none
-        if not blocks or missing(0):
-            return 0
-        return blocks if not missing(blocks - 1) else bisect_left(range(blocks - 1), True, key=missing)
-
-    def slot_of(self, group: int, block_hash: bytes) -> int | None:
-        return self.index[group].get(block_hash)
-
-    def inner_slot(self, group: int, block_hash: bytes) -> int | None:
-        """The block inside which the prefix of this hash ends."""
-        return self.inner[group].get(block_hash)
-
-    def own_hash(self, group: int, block_hash: bytes | None) -> bytes | None:
-        """The pool's object of a hash that it knows, else the one given: a parent's hash is kept once."""
-        slot = None if block_hash is None else self.index[group].get(block_hash)
-        return block_hash if slot is None else self._hash[slot]
-
     # store
-
-    def is_fresh_chain(self, group: int, hashes: list[bytes]) -> bool:
-        """True if the hashes are distinct and none is a name: a chain's end behind its known prefix always is."""
-        fresh, named = set(hashes), (self.index[group], self.inner[group])
-        return len(fresh) == len(hashes) and all(names.keys().isdisjoint(fresh) for names in named)
 
     def allocate(self, meta: BlockStoreMeta, hashes: list[bytes], parent: int | None) -> Allocation:
         """Slots for as many leading blocks of a fresh chain as there is room for, evicting where needed.
@@ -130,29 +76,50 @@ class BlockPool(SlotTable):
         count = min(len(hashes), len(self._free))
         slots = self._take_free(count)
         if count:
-            names = self.inner if meta.inner else self.index
-            names[meta.group.index].update(zip(hashes, slots, strict=False))
-            self._fill(meta, hashes, slots, parent)
-            if meta.group.kind not in PREFIX_KINDS:
-                self._unlink(slots)
-            self._queue.touch_run(slots)
+            self._place(meta, hashes, slots, parent)
         elif parent is not None:
             self._offer_if_evictable(parent)
         return Allocation(slots, evicted)
 
-    def add_name(self, slot: int, meta: BlockStoreMeta) -> bool:
-        """A prefix ends inside this block. False if another block has the name: it stays that block's."""
-        group, block_hash = self._group[slot], meta.block_hashes
-        names = self.inner[group]
-        if block_hash in names or block_hash in self.index[group]:
-            return False
-        names[block_hash] = slot
-        self._more_names.setdefault(slot, []).append(meta)
-        return True
+    def _place(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
+        names = self.inner if meta.inner else self.index
+        names[meta.group.index].update(zip(hashes, slots, strict=False))
+        self._fill(meta, hashes, slots, parent)
+        if meta.group.kind not in PREFIX_KINDS:
+            self._unlink(slots)
+        self._queue.touch_run(slots)
+
+    def adopt(self, runs: Iterable[StoreRun]) -> list[BlockStoreMeta]:
+        """Take in blocks whose bytes are in their slots already, parents first; not their inner names.
+
+        Returns the runs that can stand here: in free slots, under fresh names, in a prefix kind behind a parent.
+        """
+        free = set(self._free)
+        kept = [self._adopt(run, free) for run in runs if self._is_adoptable(run, free)]
+        self._free = [slot for slot in self._free if slot in free]
+        return kept
+
+    def _is_adoptable(self, run: StoreRun, free: set[int]) -> bool:
+        meta, slots, _ = run
+        group, parent = meta.group, meta.parent_block_hash
+        rooted = group.kind not in PREFIX_KINDS or parent is None or parent in self.index[group.index]
+        fresh = self.is_fresh_chain(group.index, [meta.hash_at(place) for place in range(meta.blocks)])
+        own = len(slots) == meta.blocks == len(free.intersection(slots))
+        return own and rooted and fresh and group.cacheable
+
+    def _adopt(self, run: StoreRun, free: set[int]) -> BlockStoreMeta:
+        meta, slots, _ = run
+        before = meta.parent_block_hash if meta.group.kind in PREFIX_KINDS else None
+        parent = None if before is None else self.slot_of(meta.group.index, before)
+        free.difference_update(slots)
+        self._place(meta, [meta.hash_at(place) for place in range(meta.blocks)], slots, parent)
+        self.commit(slots)
+        return meta
 
     def _take_free(self, count: int) -> list[int]:
         if not count:
             return []
+        self.allocated += count
         slots = self._free[-count:]
         del self._free[-count:]
         slots.reverse()
@@ -178,18 +145,41 @@ class BlockPool(SlotTable):
 
     def clear(self) -> list[Forgotten]:
         """Forget every block by hash."""
-        return [gone for group in range(len(self.index)) for gone in self._clear_group(group) if gone.hashes]
+        return [gone for group in range(len(self.index)) for gone in self._forget(group, self.in_order(group))]
 
-    def _clear_group(self, group: int) -> tuple[Forgotten, Forgotten]:
-        inner, blocks = self.ready_inner(group)[::-1], self.ready_hashes(group)[::-1]
-        slots = list({*self.inner[group].values()}.difference(self.index[group].values()))  # tails
-        slots += reversed(self.index[group].values())  # a child is always inserted after its parent
-        self._unname(group, slots)
+    def forget(self, slots: Iterable[int]) -> list[Forgotten]:
+        """Forget these blocks by hash, as far as they are READY, and every block behind one of them."""
+        groups: dict[int, set[int]] = {}
         for slot in slots:
-            self._state[slot] = DOOMED if self._state[slot] == READY else ORPHANED
+            if self._state[slot] == READY:
+                groups.setdefault(self._group[slot], set()).add(slot)
+        return [gone for group, own in groups.items() for gone in self._forget(group, self._behind(group, own))]
+
+    def _behind(self, group: int, slots: set[int]) -> Iterable[int]:
+        """These blocks and every indexed one behind them, parents before children."""
+        if not any(self._children[slot] for slot in slots):
+            return slots
+        gone, parents, found = set(slots), self._parent, []
+        for slot in self.in_order(group):
+            if slot in gone or parents[slot] in gone:
+                gone.add(slot)
+                found.append(slot)
+        return found
+
+    def _forget(self, group: int, in_order: Iterable[int]) -> list[Forgotten]:
+        slots = list(in_order)[::-1]
+        states = self._state
+        left = self._unname(group, [slot for slot in slots if states[slot] == READY])
+        self._unname(group, [slot for slot in slots if states[slot] == PENDING])
+        for slot in slots:
+            states[slot] = DOOMED if states[slot] == READY else ORPHANED
         for slot in slots:
             self._reap(slot)
-        return Forgotten(group, inner, True), Forgotten(group, blocks, False)
+        gone = [
+            Forgotten(group, [name.block_hash for name in left if name.inner is inner], inner)
+            for inner in (True, False)
+        ]
+        return [names for names in gone if names.hashes]
 
     # use
 
@@ -220,6 +210,29 @@ class BlockPool(SlotTable):
     def _offer_if_evictable(self, slot: int) -> None:
         if self._is_evictable(slot):
             self._queue.offer(slot)
+
+    def coldest(self, blocks: int) -> list[list[int]]:
+        """About so many blocks that would leave next: chains of what would leave together, leaf first."""
+        chains: list[list[int]] = []
+        found = 0
+        while found < blocks and (slot := self._queue.pop()) is not None:
+            if self._is_evictable(slot):
+                chains.append(self._leaving_with(slot, blocks - found))
+                found += len(chains[-1])
+        for chain in chains:
+            self._queue.offer(chain[0])
+        return chains
+
+    def _leaving_with(self, leaf: int, most: int) -> list[int]:
+        """A leaf and the parents that nothing else keeps, unused since their child."""
+        stamps, chain = self._queue.stamps, [leaf]
+        parent = self._parent[leaf]
+        while parent != NO_SLOT and len(chain) < most:
+            if self._children[parent] > 1 or self._pins[parent] or stamps[parent] > stamps[leaf]:
+                break
+            chain.append(parent)
+            parent = self._parent[parent]
+        return chain
 
     def _make_room(self, wanted: int) -> list[Evicted]:
         evicted: list[Evicted] = []
@@ -254,26 +267,6 @@ class BlockPool(SlotTable):
         self._free += chain
         return self._unname(self._group[slot], chain)
 
-    def _unname(self, group: int, slots: list[int]) -> list[Evicted]:
-        """Out of the index: blocks of one group, with all their names."""
-        index, names, metas, evicted = self.index[group], self._hash, self._meta, []
-        for slot in slots:
-            block_hash = names[slot]
-            assert block_hash is not None, "only an indexed block can leave the index"
-            if index.pop(block_hash, None) is None:
-                del self.inner[group][block_hash]
-                evicted.append(Evicted(group, block_hash, True))
-            else:
-                evicted.append(Evicted(group, block_hash))
-            names[slot] = metas[slot] = None
-        return [*self._unname_inner(group, slots), *evicted] if self._more_names else evicted
-
-    def _unname_inner(self, group: int, slots: list[int]) -> list[Evicted]:
-        gone = [meta.block_hashes for slot in slots for meta in self._more_names.pop(slot, ())]
-        for name in gone:
-            del self.inner[group][name]
-        return [Evicted(group, name, True) for name in gone]
-
     def _reap(self, slot: int) -> None:
         """Free a doomed block that nothing holds, then its doomed parents."""
         while self._state[slot] == DOOMED and not self._children[slot] and not self._pins[slot]:
@@ -303,20 +296,6 @@ class BlockPool(SlotTable):
         inner = [list(index.values()) for index in self.inner]
         more = self._more_names.copy()
         return PoolCut(groups, inner, more, bytes(self._state), self._meta[:], self._position[:])
-
-    def ready_hashes(self, group: int) -> list[bytes]:
-        """Hashes of every loadable block of a group, parents before children."""
-        state = self._state
-        return [block_hash for block_hash, slot in self.index[group].items() if state[slot] == READY]
-
-    def ready_inner(self, group: int) -> list[bytes]:
-        """Hashes of every prefix of a group that ends inside a loadable block."""
-        state = self._state
-        return [block_hash for block_hash, slot in self.inner[group].items() if state[slot] == READY]
-
-    def ready_names(self, group: int) -> list[bytes]:
-        """Every name under which something of a group can be loaded: what the stream says is resident."""
-        return [*self.ready_hashes(group), *self.ready_inner(group)]
 
     def check(self) -> None:
         """Assert every internal invariant; for tests and doctors, O(capacity)."""

@@ -11,12 +11,25 @@ inner name of that prefix; a state only if it has that name.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvevents_service.core.groups import FINE_KINDS, PREFIX_KINDS, alignment, needed_blocks
-from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.slots import READY
 from kvevents_service.wire.control import GroupSpec
+
+
+class Readable(Protocol):
+    """What hits are read from: the pool of a tier, or those of two as one. READY slots can be loaded."""
+
+    def ready_prefix(self, group: int, packed: bytes, hash_bytes: int) -> int: ...
+    def slot_of(self, group: int, block_hash: bytes) -> int | None: ...
+    def inner_slot(self, group: int, block_hash: bytes) -> int | None: ...
+    def state_of(self, slot: int) -> int: ...
+    def is_chain(self, slots: list[int]) -> bool: ...
+    def ends(self, slots: list[int]) -> list[int]: ...
+    def pin(self, slot: int) -> None: ...
+    def unpin(self, slot: int) -> None: ...
+    def touch(self, slot: int) -> None: ...
 
 
 class PrefixQuery(NamedTuple):
@@ -46,7 +59,7 @@ class PrefixQuery(NamedTuple):
         return self.packed[: (tokens - self.start_tokens) // self.hash_tokens * self.hash_bytes]
 
 
-def longest_prefix(pool: BlockPool, groups: tuple[GroupSpec, ...], query: PrefixQuery) -> int:
+def longest_prefix(pool: Readable, groups: tuple[GroupSpec, ...], query: PrefixQuery) -> int:
     """Tokens that every cacheable group can serve, `start_tokens` at least. A local prefix serves what is before.
 
     0 more if the local prefix does not end where a block of every group does.
@@ -67,7 +80,7 @@ def longest_prefix(pool: BlockPool, groups: tuple[GroupSpec, ...], query: Prefix
     return _finer(pool, cacheable, query, tokens) if fine else tokens
 
 
-def _finer(pool: BlockPool, groups: list[GroupSpec], query: PrefixQuery, tokens: int) -> int:
+def _finer(pool: Readable, groups: list[GroupSpec], query: PrefixQuery, tokens: int) -> int:
     """The longest prefix of whole hash units, `tokens` at least."""
     chains = {
         group.index: _longest_chain(pool, group, query, query.end_tokens, group.block_size)
@@ -99,7 +112,7 @@ def _agree(scans: list[_Scan], start: int, tokens: int, step: int) -> int:
     return max(tokens, start)
 
 
-def _longest_chain(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int, step: int) -> int:
+def _longest_chain(pool: Readable, group: GroupSpec, query: PrefixQuery, tokens: int, step: int) -> int:
     if group.block_size == query.hash_tokens:
         blocks = pool.ready_prefix(group.index, query.first_units(tokens), query.hash_bytes)
     else:
@@ -114,7 +127,7 @@ class _Scan:
 
     __slots__ = ("_seen", "group", "pool", "query")
 
-    def __init__(self, pool: BlockPool, group: GroupSpec, query: PrefixQuery) -> None:
+    def __init__(self, pool: Readable, group: GroupSpec, query: PrefixQuery) -> None:
         self.pool = pool
         self.group = group
         self.query = query
@@ -132,7 +145,7 @@ class _Scan:
         return None
 
 
-def loadable(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int, tokens: int) -> int | None:
+def loadable(pool: Readable, group: GroupSpec, query: PrefixQuery, block: int, tokens: int) -> int | None:
     """The slot of a logical block, if its bytes up to `tokens` can be loaded now."""
     end = (block + 1) * group.block_size
     if end <= tokens:
@@ -143,11 +156,11 @@ def loadable(pool: BlockPool, group: GroupSpec, query: PrefixQuery, block: int, 
     return _ready(pool, pool.inner_slot(group.index, query.hash_at(tokens))) if whole is None else whole
 
 
-def _ready(pool: BlockPool, slot: int | None) -> int | None:
+def _ready(pool: Readable, slot: int | None) -> int | None:
     return slot if slot is not None and pool.state_of(slot) == READY else None
 
 
-def slots_of(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int) -> list[int] | None:
+def slots_of(pool: Readable, group: GroupSpec, query: PrefixQuery, tokens: int) -> list[int] | None:
     """The slots of the blocks that a prefix of `tokens` needs, in order; None if one cannot be loaded any more.
 
     None, too, where a prefix kind's blocks are no chain: then the pin on the last would not keep the others.
@@ -158,4 +171,4 @@ def slots_of(pool: BlockPool, group: GroupSpec, query: PrefixQuery, tokens: int)
     if len(found) < len(slots):
         return None
     chained = group.kind in PREFIX_KINDS and bool(found)
-    return None if chained and pool.chain(found[-1], len(found)) != found else found
+    return None if chained and not pool.is_chain(found) else found

@@ -6,11 +6,13 @@ request alive: a store's snapshot rides on its `TransferMeta`. Times are seconds
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from kvevents_service.core.commands import Command, Reply
+from kvevents_service.core.landings import Landings
 from kvevents_service.core.loads import Loads
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.offers import DECLINE_REASONS
-from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.stores import Stores
 from kvevents_service.core.tier import Limits, Tier, TierSpec
 from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release, Reset, ResetDone, Step, StepDone
@@ -20,6 +22,7 @@ _COUNTED = (
     "blocks_stored",
     "blocks_removed",
     "blocks_loaded",
+    "blocks_lost",
     "blocks_known",
     "hit_blocks",
     "lookups",
@@ -35,13 +38,20 @@ class OffloadScheduler:
     """Decides what is stored, loaded, evicted and announced for one tier."""
 
     def __init__(self, spec: TierSpec, limits: Limits | None = None) -> None:
-        self.tier = Tier(spec, limits or Limits())
-        self.pool = self.tier.pool
-        self.stores = Stores(self.tier)
-        self.loads = Loads(self.tier)
+        self._build(Tier(spec, limits or Limits()))
+
+    def _build(self, tier: Tier) -> None:
+        self.tier = tier
+        self.pool = tier.pool
+        self.landings = Landings(tier)
+        self.stores = Stores(tier, self.landings)
+        self.loads = self._make_loads()
+
+    def _make_loads(self) -> Loads:
+        return Loads(self.tier, self.pool)
 
     def __repr__(self) -> str:
-        return f"<OffloadScheduler {self.pool!r} stores={len(self.stores)} loads={len(self.loads)}>"
+        return f"<OffloadScheduler {self.pool!r} stores={len(self.landings)} loads={len(self.loads)}>"
 
     def hello(self, session_id: int, engine_blocks: int) -> None:
         """All ranks of a session are there; block ids are below `engine_blocks`, the fewest that one has."""
@@ -51,6 +61,11 @@ class OffloadScheduler:
         """A rank's memory is away: until the next hello nothing is copied for the session. Its leases live on."""
         if session_id in self.tier.engine_blocks:
             self.tier.engine_blocks[session_id] = 0
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """Whose blocks are announced, the fastest first."""
+        return (self.tier,)
 
     @property
     def in_use(self) -> bool:
@@ -64,7 +79,7 @@ class OffloadScheduler:
         """The engine is gone: leases end, stores under way announce nothing. What it stored stays."""
         self.tier.engine_blocks.pop(session_id, None)
         self.loads.goodbye(session_id)
-        self.stores.abandon_session(session_id)
+        self.landings.abandon_session(session_id)
 
     def step(self, session_id: int, step: Step, now: float) -> list[Command]:
         """Store what is new of a step's offers; end what finished or lost its blocks. ControlError: no change."""
@@ -110,11 +125,24 @@ class OffloadScheduler:
 
     def complete(self, transfer: TransferMeta) -> list[Command]:
         """A copy has ended well."""
-        return self.loads.end(transfer, good=True) if transfer.kind == "load" else self.stores.complete(transfer)
+        if transfer.kind == "load":
+            return self.loads.end(transfer, good=True)
+        return self._landings_of(transfer).end(transfer, good=True)
 
-    def fail(self, transfer: TransferMeta) -> list[Command]:
-        """A copy has ended badly, or was never started."""
-        return self.loads.end(transfer, good=False) if transfer.kind == "load" else self.stores.fail(transfer)
+    def fail(self, transfer: TransferMeta, lost: Collection[int] = ()) -> list[Command]:
+        """A copy has ended badly, or was never started. `lost`: slots of it whose bytes are gone for good."""
+        gone = self.lose(transfer, lost)
+        if transfer.kind == "load":
+            return [*gone, *self.loads.end(transfer, good=False)]
+        self.tier.counters[f"{transfer.kind}s_failed"] += 1
+        return [*gone, *self._landings_of(transfer).end(transfer, good=False)]
+
+    def _landings_of(self, transfer: TransferMeta) -> Landings:
+        return self.landings
+
+    def lose(self, transfer: TransferMeta, lost: Collection[int]) -> list[Command]:
+        """A rank's load has found that these slots' bytes are gone for good. Other ranks may still be copying."""
+        return self.tiers[transfer.tier].lose(lost) if transfer.kind in ("load", "promote") else []
 
     def reset(self, session_id: int, reset: Reset) -> list[Command]:
         """Forget every block, by explicit removals. Copies under way end without an announcement."""
@@ -122,14 +150,15 @@ class OffloadScheduler:
         return [*commands, Reply(session_id, ResetDone(reset.call_id, removed))]
 
     def clear(self) -> tuple[list[Command], int]:
-        """Remove every block of the tier; returns the announcement and how many blocks were removed."""
-        cleared = self.pool.clear()
-        removed = sum(len(gone.hashes) for gone in cleared)
-        return ([self.stores.removal(cleared)] if cleared else []), removed
+        """Remove every block of every tier; returns the announcements and how many names were removed."""
+        cleared = [(tier, tier.pool.clear()) for tier in self.tiers]
+        removed = sum(len(names.hashes) for _, gone in cleared for names in gone)
+        return [tier.removal(gone) for tier, gone in cleared if gone], removed
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> list[Command]:
         """End what is past its deadline. Call it about once a second."""
         self.loads.expire(now)
+        return []
 
     def stats(self) -> dict[str, int]:
         """Counters since start and gauges of now; every declined block is under one `declined_` reason."""
@@ -137,9 +166,7 @@ class OffloadScheduler:
             **{f"declined_{reason}": 0 for reason in DECLINE_REASONS},
             **dict.fromkeys(_COUNTED, 0),
             **self.tier.counters,
-            "blocks_resident": self.pool.count(READY),
-            "blocks_pending": self.pool.count(PENDING),
-            "blocks_free": self.pool.free_slots,
+            **self.tier.gauges(),
             "leases": len(self.loads.requests),
-            "transfers": len(self.stores) + len(self.loads),
+            "transfers": len(self.landings) + len(self.loads),
         }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from kvevents_service.core.metadata import BlockStoreMeta
+from kvevents_service.wire.control import GroupSpec
 
 FREE, PENDING, READY, ORPHANED, DOOMED = range(5)
 NO_SLOT = -1
@@ -50,12 +52,37 @@ class SlotTable:
         slots.reverse()
         return slots
 
+    def is_chain(self, slots: list[int]) -> bool:
+        """Each of these blocks is the parent of the next."""
+        return self.chain(slots[-1], len(slots)) == slots
+
+    def ends(self, slots: list[int]) -> list[int]:
+        """What must be pinned of a chain so that all of it stays."""
+        return slots[-1:]
+
     def meta_of(self, slot: int) -> BlockStoreMeta | None:
         """The snapshot of one indexed block, or None."""
         meta = self._meta[slot]
         return None if meta is None else meta.part(self._position[slot], self._position[slot] + 1)
 
+    def group_of(self, slot: int, groups: Sequence[GroupSpec]) -> GroupSpec:
+        """Which of the model's groups the block in this slot is of."""
+        return groups[self._group[slot]]
+
     # a run of slots
+
+    def follows(self, before: int, slot: int) -> bool:
+        """These are neighbours in one snapshot."""
+        meta = self._meta[slot]
+        return (
+            meta is not None and meta is self._meta[before] and self._position[slot] == self._position[before] + 1
+        )
+
+    def run_of(self, slots: list[int]) -> BlockStoreMeta:
+        """The snapshot of indexed blocks that follow each other."""
+        meta, start = self._meta[slots[0]], self._position[slots[0]]
+        assert meta is not None, "an indexed block has a snapshot"
+        return meta.part(start, start + len(slots))
 
     def _fill(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
         """These slots hold the first blocks of `meta` from now on, each one behind the one before: PENDING."""

@@ -1,28 +1,25 @@
 """Stores: from a step's offers to slots and a copy, and from the copy's end to an announcement.
 
-    begin -> Copy -> end(good) -> Publish(BlockStored), Reply(StepDone)
-                 \\-> end(bad), reset or engine gone -> Reply(StepDone), nothing announced (I2)
-
-A run is announced only behind its parent. A copy that ends before its parent's copy is held until that is decided.
+begin -> Copy -> landed -> Reply(StepDone)
 """
 
 from __future__ import annotations
 
 from array import array
+from functools import partial
 
-from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.commands import Command, Copy, Reply
 from kvevents_service.core.groups import PREFIX_KINDS
+from kvevents_service.core.landings import Landed, Landings
 from kvevents_service.core.metadata import (
     BlockStoreMeta,
-    RemovedRun,
     StoreRun,
     TransferMeta,
     inner_snapshot,
     snapshot,
 )
+from kvevents_service.core.names import Evicted
 from kvevents_service.core.offers import chain_fault, parent_slot, runs, shape_fault, split_hashes, tail_of
-from kvevents_service.core.pool import Evicted, Forgotten
-from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.tier import Tier
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import Offer, Step, StepDone
@@ -43,19 +40,11 @@ class StepTally:
 
 
 class Stores:
-    """Every store under way."""
+    """What steps offer to a tier."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, landings: Landings) -> None:
         self.tier = tier
-        self.pending_blocks = 0
-        self._tallies: dict[TransferMeta, StepTally] = {}
-        self._held: list[TransferMeta] = []
-        self._abandoned: set[TransferMeta] = set()
-
-    def __len__(self) -> int:
-        return len(self._tallies)
-
-    # begin
+        self._landings = landings
 
     def begin(self, session_id: int, step: Step, now: float) -> list[Command]:
         """Store what is new of a step's offers. ControlError, before anything changed, if one is impossible."""
@@ -66,7 +55,7 @@ class Stores:
         tally = StepTally()
         for offer in step.offers:
             self._take_offer(offer, tally)
-        commands = self._announce_removed(tally.evicted)
+        commands = self.tier.evicted(tally.evicted)
         if not tally.runs:
             return [*commands, Reply(session_id, StepDone(step.step_id, 0, tally.known, tally.declined))]
         return [*commands, Copy(self._transfer(session_id, step.step_id, tally, now))]
@@ -97,7 +86,8 @@ class Stores:
         self._count_known(tally, known)
         if known == len(hashes):
             return
-        fault = self._fault(meta, hashes, known, parent)
+        over_limit = self._over_limit(tally, len(hashes) - known)
+        fault = "backlog" if over_limit else chain_fault(pool, meta, hashes, known, parent)
         if fault is not None:
             self._decline(tally, fault, len(hashes) - known)
             return
@@ -124,7 +114,7 @@ class Stores:
             self._decline(tally, "not_a_chain", len(wanted))
             return
         for start, stop in runs(wanted):
-            if self._over_limit(stop - start):
+            if self._over_limit(tally, stop - start):
                 self._decline(tally, "backlog", stop - start)
             else:
                 block_ids = offer.block_ids[INT32_BYTES * start :]
@@ -144,7 +134,7 @@ class Stores:
             self._decline(tally, "not_a_chain", 1)
         elif parent is None and before is not None and group.kind in PREFIX_KINDS:
             self._decline(tally, "parent_absent", 1)
-        elif self._over_limit(1):
+        elif self._over_limit(tally, 1):
             self._decline(tally, "backlog", 1)
         else:
             self._store(meta, [meta.block_hashes], parent, offer.block_ids[-INT32_BYTES:], tally, [])
@@ -153,13 +143,9 @@ class Stores:
         tally.known += blocks
         self.tier.counters["blocks_known"] += blocks
 
-    def _over_limit(self, blocks: int) -> bool:
-        return self.pending_blocks + blocks > self.tier.limits.max_pending_blocks
-
-    def _fault(self, meta: BlockStoreMeta, hashes: list[bytes], known: int, parent: int | None) -> str | None:
-        if self._over_limit(len(hashes) - known):
-            return "backlog"
-        return chain_fault(self.tier.pool, meta, hashes, known, parent)
+    def _over_limit(self, tally: StepTally, blocks: int) -> bool:
+        pending = self._landings.pending_blocks + len(tally.slots)
+        return pending + blocks > self.tier.limits.max_pending_blocks
 
     def _store(
         self,
@@ -175,7 +161,6 @@ class Stores:
         if len(slots) < len(hashes):
             self._decline(tally, "no_room", len(hashes) - len(slots))
         if slots:
-            self.pending_blocks += len(slots)
             tally.runs.append(StoreRun(meta.part(0, len(slots)), slots, self._add_names(slots, names)))
             tally.slots.extend(slots)
             tally.engine_blocks += unpack_int32(block_ids[: INT32_BYTES * len(slots)])
@@ -195,79 +180,12 @@ class Stores:
             self.tier.next_id(), "store", session_id, step_id, tally.engine_blocks, tally.slots, deadline,
             tuple(tally.runs),
         )  # fmt: skip
-        self._tallies[transfer] = tally
+        self._landings.begin(transfer, partial(self._step_done, tally))
         return transfer
 
-    def _announce_removed(self, evicted: list[Evicted]) -> list[Command]:
-        if not evicted:
-            return []
-        gone: dict[tuple[int, bool], list[bytes]] = {}
-        for group, block_hash, inner in evicted:
-            gone.setdefault((group, inner), []).append(block_hash)
-        return [self.removal([Forgotten(group, hashes, inner) for (group, inner), hashes in gone.items()])]
-
-    def removal(self, gone: list[Forgotten]) -> Publish:
-        """The announcement that these names left the tier, counted."""
-        spec = self.tier.spec
-        self.tier.counters["blocks_removed"] += sum(len(names.hashes) for names in gone)
-        return Publish(
-            tuple(
-                RemovedRun(spec.groups[group], spec.medium, tuple(hashes), inner) for group, hashes, inner in gone
-            )
-        )
-
-    # end
-
-    def complete(self, transfer: TransferMeta) -> list[Command]:
-        """The copy has ended well."""
-        self._held.append(transfer)
-        return self._settle()
-
-    def fail(self, transfer: TransferMeta) -> list[Command]:
-        """The copy has ended badly or was never started."""
-        self.tier.counters["stores_failed"] += 1
-        return [*self._end(transfer, good=False), *self._settle()]
-
-    def abandon_session(self, session_id: int) -> None:
-        """The engine is gone: its stores under way will announce nothing."""
-        self._abandoned.update(t for t in self._tallies if t.session_id == session_id)
-
-    def _settle(self) -> list[Command]:
-        """End every copied store whose parents are decided, until none is left that can be."""
-        commands: list[Command] = []
-        while ready := [held for held in self._held if not self._waits_for_parent(held)]:
-            self._held = [held for held in self._held if held not in ready]
-            for transfer in ready:
-                commands += self._end(transfer, good=True)
-        return commands
-
-    def _waits_for_parent(self, transfer: TransferMeta) -> bool:
-        pool = self.tier.pool
-        parents = {pool.parent_of(run.slots[0]) for run in transfer.runs}
-        others = parents.difference(transfer.slots)
-        return any(parent is not None and pool.state_of(parent) == PENDING for parent in others)
-
-    def _end(self, transfer: TransferMeta, *, good: bool) -> list[Command]:
-        tally = self._tallies.pop(transfer)
-        good = good and transfer not in self._abandoned
-        self._abandoned.discard(transfer)
-        self.pending_blocks -= transfer.blocks
-        kept = [run for run in transfer.runs if self._end_run(run, good=good)]
-        announced = tuple(meta for run in kept for meta in (run.meta, *run.inner))
-        stored = sum(len(run.slots) for run in kept)
-        self.tier.counters["blocks_stored"] += sum(meta.blocks for meta in announced)
-        lost = transfer.blocks - stored
-        done = Reply(transfer.session_id, StepDone(transfer.owner_id, stored, tally.known, tally.declined + lost))
-        return [Publish(announced), done] if announced else [done]
-
-    def _end_run(self, run: StoreRun, *, good: bool) -> bool:
-        """Commit a run if its copy is good, no reset came in between, and its parent made it."""
-        pool = self.tier.pool
-        parent = pool.parent_of(run.slots[0])
-        wanted = pool.state_of(run.slots[0]) == PENDING
-        if good and wanted and (parent is None or pool.state_of(parent) == READY):
-            pool.commit(run.slots)
-            return True
-        self.tier.counters["declined_store_dropped"] += len(run.slots)
-        pool.abandon(run.slots)
-        return False
+    def _step_done(self, tally: StepTally, landed: Landed) -> list[Command]:
+        transfer, stored = landed
+        dropped = transfer.blocks - stored
+        self.tier.counters["declined_store_dropped"] += dropped
+        done = StepDone(transfer.owner_id, stored, tally.known, tally.declined + dropped)
+        return [Reply(transfer.session_id, done)]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvevents_service.core.commands import Command, Publish
+from kvevents_service.core.metadata import RemovedRun, StoreRun
+from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.pool import BlockPool
+from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
@@ -23,12 +28,19 @@ class TierSpec(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bounds of everything that can wait. Times in seconds."""
+    """Bounds of everything that can wait. Times in seconds.
+
+    With a tier behind: the headroom is how many blocks should be able to leave without being lost, one in
+    `headroom_divisor` of the tier; no more than that are being demoted at any time.
+    """
 
     max_pending_blocks: int = 65536
     max_leases: int = 16384
     max_lease_s: float = 60.0
     transfer_deadline_s: float = 30.0
+    headroom_divisor: int = 4
+    max_headroom_blocks: int = 4096
+    max_demoting_blocks: int = 4096
 
 
 class Tier:
@@ -46,6 +58,48 @@ class Tier:
         """A new id for a transfer or a lease; never repeats in this process."""
         self._last_id += 1
         return self._last_id
+
+    def gauges(self) -> dict[str, int]:
+        """How many slots are in which state."""
+        return {
+            "blocks_resident": self.pool.count(READY),
+            "blocks_pending": self.pool.count(PENDING),
+            "blocks_free": self.pool.free_slots,
+        }
+
+    def adopt(self, runs: Iterable[StoreRun]) -> list[Command]:
+        """The announcement of blocks that were in the tier before this process was."""
+        kept = tuple(self.pool.adopt(runs))
+        self.counters["blocks_stored"] += sum(meta.blocks for meta in kept)
+        return [Publish(kept)] if kept else []
+
+    # what leaves
+
+    def evicted(self, names: list[Evicted]) -> list[Command]:
+        """The announcement that these names left to make room."""
+        if not names:
+            return []
+        gone: dict[tuple[int, bool], list[bytes]] = {}
+        for group, block_hash, inner in names:
+            gone.setdefault((group, inner), []).append(block_hash)
+        return [self.removal([Forgotten(group, hashes, inner) for (group, inner), hashes in gone.items()])]
+
+    def lose(self, slots: Iterable[int]) -> list[Command]:
+        """The bytes in these slots are gone for good: no block that needs them is found any more."""
+        lost = [slot for slot in slots if self.pool.state_of(slot) == READY]
+        self.counters["blocks_lost"] += len(lost)
+        gone = self.pool.forget(lost)
+        return [self.removal(gone)] if gone else []
+
+    def removal(self, gone: list[Forgotten]) -> Publish:
+        """The announcement that these names left the tier, counted."""
+        groups, medium = self.spec.groups, self.spec.medium
+        self.counters["blocks_removed"] += sum(len(names.hashes) for names in gone)
+        return Publish(
+            tuple(RemovedRun(groups[group], medium, tuple(hashes), inner) for group, hashes, inner in gone)
+        )
+
+    # engines
 
     def block_ids(self, session_id: int, packed: bytes, field: str) -> array[int]:
         """Unpacked engine block ids, each one inside the session's memory; else ControlError."""

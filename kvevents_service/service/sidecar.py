@@ -1,4 +1,4 @@
-"""The sidecar itself: performs what the core decides. One tier, its lanes, its publisher, its sessions.
+"""The sidecar itself: performs what the core decides. The tiers, the publisher, the sessions.
 
 The first engine's hello names the tier's layout; the memory of all its ranks sizes it. A later engine with the same
 layout shares it; one with another gets it emptied if no engine is left, else an error.
@@ -11,52 +11,26 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import NamedTuple
 
-from kvevents_service.config import ServeConfig, TierSettings
+from kvevents_service.config import ServeConfig
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.cut import StateSource
 from kvevents_service.core.groups import check_groups
-from kvevents_service.core.metadata import TransferMeta
-from kvevents_service.core.ranks import RankReports
-from kvevents_service.core.scheduler import OffloadScheduler
-from kvevents_service.core.tier import TierSpec
+from kvevents_service.core.metadata import NO_SESSION, TransferMeta
 from kvevents_service.errors import ControlError
+from kvevents_service.service.copies import Copies
+from kvevents_service.service.open_tier import BlockSizes, OpenTier, Tiers, carry_on
 from kvevents_service.service.publisher import Publisher
-from kvevents_service.service.rarely import is_told
 from kvevents_service.service.roster import Engine, Head, Roster, Session
-from kvevents_service.transfer.arena import HostStorage, Storage
-from kvevents_service.transfer.disk import DiskStorage
-from kvevents_service.transfer.lanes import Lanes
 from kvevents_service.transfer.memory import EngineMemory
-from kvevents_service.transfer.worker import CopyFailed, TransferFuture
 from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Residents, Welcome
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 HASH_BYTES = range(8, 65)
-MAX_SLOTS = 1 << 24
-"""A slot costs about 90 bytes before it is used: tiny blocks must not make the books larger than the tier."""
 KEY_BYTES = 8
 """An inspection names blocks by the last 8 bytes of their hash, as the event stream does."""
-
-BlockSizes = tuple[tuple[int, ...], ...]
-"""Per rank, the bytes of a block in each region."""
-
-
-class OpenTier(NamedTuple):
-    """A tier with the engines' layout. Until all ranks of a first engine are there it has no sizes and no lanes."""
-
-    head: Head
-    sizes: BlockSizes
-    scheduler: OffloadScheduler
-    lanes: tuple[Lanes, ...]
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(map(sum, self.sizes))
 
 
 class Sidecar:
@@ -70,15 +44,12 @@ class Sidecar:
         self.roster = Roster()
         self.tier: OpenTier | None = None
         self.draining = False
-        self._storage = _storage(config.tier)
-        self._reports = RankReports()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._copies = self._failed_copies = 0
+        self.copies = Copies(self.perform)
+        self._tiers = Tiers(config.tiers, clock)
         self._bytes_moved = 0
 
     def __repr__(self) -> str:
-        return f"<Sidecar {self.boot_id[:8]} {self.roster!r} copies={self._copies}>"
+        return f"<Sidecar {self.boot_id[:8]} {self.roster!r} {self.copies!r}>"
 
     # sessions
 
@@ -148,9 +119,9 @@ class Sidecar:
             tier.scheduler.goodbye(session.session_id)
         elif engine is not None:
             tier.scheduler.rank_gone(engine.session_id)
-            self._reports.lose(engine.session_id)
+            self.copies.reports.lose(engine.session_id)
         if session.memory is not None:
-            for lanes in tier.lanes:
+            for lanes in tier.all_lanes:
                 lanes.drop(session.memory)
 
     # the tier
@@ -160,36 +131,21 @@ class Sidecar:
         tier = self.tier
         if tier is not None and tier.head == head and sizes in ((), tier.sizes):
             return tier
-        capacity = self._capacity(sum(map(sum, sizes))) if sizes else 0
-        if self._copies:
+        capacities = self._tiers.capacities([sum(of_rank) for of_rank in sizes]) if sizes else []
+        if self.copies.running:
             raise ControlError("busy", "namespace", "to come again when the copies of the last engine have ended")
         if tier is not None:
             self.perform(tier.scheduler.clear()[0])
             self._close_tier(tier)
-        self.tier = self._empty_tier(head, 0)
+        self.tier = self._next_tier(self._tiers.empty(head))
         if sizes:
-            arenas = self._storage.arenas(capacity, [sum(of_rank) for of_rank in sizes])
-            lanes = tuple(Lanes(arena, self.clock) for arena in arenas)
-            self.tier = self._empty_tier(head, capacity)._replace(sizes=sizes, lanes=lanes)
-            log.info("tier %s: %d blocks of %d bytes", self._storage.medium, capacity, self.tier.block_bytes)
+            self.tier = self._next_tier(self._tiers.open(head, sizes, capacities))
         return self.tier
 
-    def _empty_tier(self, head: Head, capacity: int) -> OpenTier:
-        medium = self._storage.medium
-        scheduler = OffloadScheduler(TierSpec(medium, capacity, head.hash_bytes, head.groups, head.hash_tokens))
+    def _next_tier(self, tier: OpenTier) -> OpenTier:
         if self.tier is not None:
-            scheduler.tier.counters.update(self.tier.scheduler.tier.counters)
-        return OpenTier(head, (), scheduler, ())
-
-    def _capacity(self, block_bytes: int) -> int:
-        tier = self.config.tier
-        fitting = tier.size_bytes // block_bytes
-        if not fitting:
-            raise ControlError("tier_too_small", f"{tier.prefix}_bytes", f"at least one block, {block_bytes} bytes")
-        if (tier.max_blocks or 0) > fitting:
-            expected = f"at most {fitting}: {tier.prefix}_bytes holds no more blocks of {block_bytes} bytes"
-            raise ControlError("tier_too_small", f"{tier.prefix}_blocks", expected)
-        return min(tier.max_blocks or fitting, MAX_SLOTS)
+            carry_on(self.tier, tier)
+        return tier
 
     # commands
 
@@ -200,50 +156,20 @@ class Sidecar:
                 case Publish(announcements):
                     self.publisher.publish(announcements)
                 case Copy(transfer):
-                    self._start_copy(transfer)
+                    self._start(transfer)
                 case Reply(session_id, message):
                     if session_id in self.roster.engines:
                         self.roster.engines[session_id].session.send(message)
 
-    def _start_copy(self, transfer: TransferMeta) -> None:
-        """On every rank: the scheduler asks for copies only while all of them are there."""
-        engine, tier = self.roster.engines[transfer.session_id], self.tier
-        assert tier is not None, "only a tier's scheduler asks for a copy"
-        self._reports.begin(transfer, len(tier.lanes))
-        engine.session.copies += 1
-        self._idle.clear()
-        for rank, holder in self.roster.holders(engine).items():
-            assert holder.memory is not None, "a rank is there when its memory is"
-            holder.copies += 1
-            self._copies += 1
-            future = tier.lanes[rank].submit(transfer, holder.memory)
-            future.add_done_callback(partial(self._rank_ended, rank, holder, engine.session, tier))
-
-    def _rank_ended(
-        self, rank: int, holder: Session, engine: Session, tier: OpenTier, future: TransferFuture
-    ) -> None:
-        holder.copies -= 1
-        self._copies -= 1
-        good = self._reports.report(future.meta, rank, good=self._went_well(future, rank))
-        if good is not None:
-            engine.copies -= 1
-            end = tier.scheduler.complete if good else tier.scheduler.fail
-            self.perform(end(future.meta))
-            engine.copy_ended()
-        holder.copy_ended()
-        if not self._copies:
-            self._idle.set()
-
-    def _went_well(self, future: TransferFuture, rank: int) -> bool:
-        try:
-            future.result()
-        except (CopyFailed, asyncio.CancelledError) as error:
-            self._failed_copies += 1
-            if is_told(self._failed_copies):
-                count, meta = self._failed_copies, future.meta
-                log.warning("%s failed on rank %d (%d copies so far): %s", meta.kind, rank, count, error)
-            return False
-        return True
+    def _start(self, transfer: TransferMeta) -> None:
+        """The scheduler asks for an engine's copies only while all of its ranks are there."""
+        if self.tier is None:  # closed while the first half of a load was ending: nobody waits for the other
+            return
+        if transfer.session_id == NO_SESSION:
+            self.copies.start(transfer, self.tier, None, {})
+        else:
+            engine = self.roster.engines[transfer.session_id]
+            self.copies.start(transfer, self.tier, engine.session, self.roster.holders(engine))
 
     # time
 
@@ -251,13 +177,13 @@ class Sidecar:
         """Keep deadlines until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
-            if self.tier is not None:
-                self.tier.scheduler.tick(self.clock())
+            if self.tier is not None and not self.draining:
+                self.perform(self.tier.scheduler.tick(self.clock()))
 
     async def drained(self) -> None:
         """Admit nobody and wait until no copy is under way."""
         self.draining = True
-        await self._idle.wait()
+        await self.copies.idle.wait()
 
     def withdraw(self) -> int:
         """Say that every block is gone, as they will be when this process ends. Returns how many."""
@@ -272,13 +198,13 @@ class Sidecar:
         if self.tier is not None:
             tier, self.tier = self.tier, None
             self._close_tier(tier)
-            tasks = [task for lanes in tier.lanes for task in lanes.tasks]
+            tasks = [task for lanes in tier.all_lanes for task in lanes.tasks]
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
-        self._storage.close()
+        self._tiers.close()
 
     def _close_tier(self, tier: OpenTier) -> None:
-        for lanes in tier.lanes:
+        for lanes in tier.all_lanes:
             lanes.close()
             self._bytes_moved += lanes.bytes_moved
 
@@ -286,41 +212,32 @@ class Sidecar:
 
     def sources(self) -> list[StateSource]:
         """Whatever has blocks that were announced, the fastest tier first."""
-        return [] if self.tier is None else [self.tier.scheduler.pool]
+        return [] if self.tier is None else [tier.pool for tier in self.tier.scheduler.tiers]
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges of every part."""
         tier = self.tier
-        moved = sum(lanes.bytes_moved for lanes in tier.lanes) if tier else 0
+        moved = sum(lanes.bytes_moved for lanes in tier.all_lanes) if tier else 0
         return {
             **(tier.scheduler.stats() if tier else {}),
             **self.publisher.stats(),
             "bytes_moved": self._bytes_moved + moved,
-            **self._reports.counters,
+            **self.copies.reports.counters,
             "sessions": len(self.roster.engines),
             "workers": self.roster.workers,
-            "copies": self._copies,
-            "copies_failed": self._failed_copies,
+            "copies": self.copies.running,
+            "copies_failed": self.copies.failed,
         }
 
     def inspect(self, call_id: int, *, residents: bool) -> Inspected:
         """Counters, and the resident set as of batch `next_seq` - 1."""
-        shelves = []
-        if residents and self.tier is not None:
-            scheduler = self.tier.scheduler
-            shelves = [
-                Residents(
-                    self._storage.medium,
-                    group,
-                    b"".join(name[-KEY_BYTES:] for name in scheduler.pool.ready_names(group)),
-                )
-                for group in range(len(scheduler.pool.index))
-            ]
+        tiers = self.tier.scheduler.tiers if residents and self.tier is not None else ()
+        shelves = [
+            Residents(tier.spec.medium, group, b"".join(name[-KEY_BYTES:] for name in tier.pool.ready_names(group)))
+            for tier in tiers
+            for group in range(len(tier.pool.index))
+        ]
         return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)
-
-
-def _storage(tier: TierSettings) -> Storage:
-    return HostStorage() if tier.directory is None else DiskStorage(tier.directory, tier.size_bytes)
 
 
 def _head(hello: Hello) -> Head:

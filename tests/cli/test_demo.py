@@ -81,6 +81,29 @@ def test_the_demo_serves_from_the_tier_and_ends_true(shared_memory: None) -> Non
     assert summary["blocks_stored"] - summary["blocks_removed"] == summary["blocks_resident"]
 
 
+@pytest.mark.parametrize("options", [["--tier", "disk"], ["--tier", "cpu+disk"]], ids=lambda words: words[1])
+def test_the_demo_serves_from_other_tiers(shared_memory: None, options: list[str]) -> None:
+    """As the first one; of two tiers both are full, and one is the other's."""
+    sizes = ["--disk-bytes", str(192 << 20), *(["--host-bytes", str(48 << 20)] if "+" in options[1] else [])]
+    summary = Demo(*options, *sizes).summary()
+    assert_true(summary)
+    assert (summary["requests"], summary["hit_tokens"] > 0, summary["bytes_verified"] > 0) == (200, True, True)
+    assert summary["blocks_stored"] - summary["blocks_removed"] == summary["blocks_resident"]
+    media = {"STORAGE": (192 << 20) // 2048, **({"CPU": (48 << 20) // 2048} if "+" in options[1] else {})}
+    assert summary["blocks_resident_on"] == media
+    if "+" in options[1]:
+        assert summary["blocks_demoted"] > media["STORAGE"]
+        assert summary["blocks_promoted"] > 0
+        assert summary["evicted_unsaved"] < summary["blocks_demoted"] // 2
+
+
+def test_a_hybrid_model_cascades(shared_memory: None) -> None:
+    summary = Demo("--tier", "cpu+disk", "--model", "hybrid", "--host-bytes", str(32 << 20)).summary()
+    assert_true(summary)
+    assert summary["blocks_demoted"] > 0
+    assert summary["blocks_promoted"] > 0
+
+
 def test_kill_9_of_the_sidecar_costs_hits_and_nothing_else(shared_memory: None) -> None:
     demo = Demo("--requests", "120")
     sidecar = demo.wait_for("sidecar: pid")

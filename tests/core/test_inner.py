@@ -188,3 +188,17 @@ def test_a_window_has_no_inner_names() -> None:
     assert copies.scheduler.stats()["declined_bad_inner"] == 3
     step(copies, offer(PROMPT, [0, 1], 0, model[0]), offer(PROMPT, [2, 3], 0, model[1]), step_id=2)
     assert fine(copies, 7).blocks == 4
+
+
+def test_names_and_tail_leave_with_a_lost_block() -> None:
+    copies = HeldCopies(open_tier(WIDE))
+    step(copies, named(WIDE, 6, 1, 2))
+    copies.complete()
+    said = {key for event in events(copies) for key in event.block_hashes}
+    load(copies, fine(copies, 6), 6, 2)
+    copies.fail(lost=[copies.pending[0].slots[0]])
+    gone = events(copies)
+    assert {key for event in gone for key in event.block_hashes} == said
+    assert len(said) == 4
+    assert copies.scheduler.stats()["blocks_resident"] == 0
+    copies.scheduler.pool.check()

@@ -37,7 +37,8 @@ from core.prompts import (
     units_of,
     with_inner,
 )
-from core.world import ENGINE_BLOCKS, MEDIUM, Grant, World
+from core.world import BEHIND, ENGINE_BLOCKS, FILLS, MEDIUM, Grant, World
+from kvevents_service.core.cascade import Cascade
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.errors import ControlError
@@ -113,7 +114,13 @@ class Offloading(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4))
     def start(self, capacity: int, ranks: int) -> None:
-        self.world = World(OffloadScheduler(TierSpec(MEDIUM, capacity, 32, self.model, UNIT), LIMITS), ranks)
+        self.begin(OffloadScheduler(self.tier(MEDIUM, capacity), LIMITS), ranks)
+
+    def tier(self, medium: str, capacity: int) -> TierSpec:
+        return TierSpec(medium, capacity, 32, self.model, UNIT)
+
+    def begin(self, scheduler: OffloadScheduler, ranks: int) -> None:
+        self.world = World(scheduler, ranks)
         self.scheduler = self.world.scheduler
         self.groups = self.world.groups
         self.step_units = step_tokens(self.model) // UNIT
@@ -213,6 +220,11 @@ class Offloading(RuleBasedStateMachine):
     def fail(self, position: int) -> None:
         self.world.settle(position, good=False)
 
+    @precondition(lambda self: any(copy.transfer.kind not in FILLS for copy in self.world.pending))
+    @rule(position=st.integers(0, 63), blocks=st.integers(0, 255))
+    def lose(self, position: int, blocks: int) -> None:
+        self.world.lose(position, blocks)
+
     # loads
 
     @rule(place=places, request_id=requests, path=paths | whole_paths, start=starts, lease_s=leases_s, fine=rarely)
@@ -278,6 +290,7 @@ class Offloading(RuleBasedStateMachine):
             hit.blocks,
             deadline,
             self.world.resets,
+            self.world.losses,
             fine,
         )
         self.world.lookup_granted(grant)
@@ -311,7 +324,9 @@ class Offloading(RuleBasedStateMachine):
         ids = pack_int32(self.block_ids(blocks))
         load = Load(self.next_id(), grant.request_id, grant.lease_id, ids, units if said else None)
         self.world.load(session_id, load, units, self.now)
-        assert len(self.scheduler.loads) - under_way == (alive and valid and present)
+        started = len(self.scheduler.loads) - under_way
+        assert started <= (alive and valid and present)
+        assert started == (alive and valid and present) or grant.losses != self.world.losses
 
     def blocks_for(self, grant: Grant, units: int) -> int:
         """How many blocks the first units of a hit need in all groups."""
@@ -414,12 +429,14 @@ class Offloading(RuleBasedStateMachine):
         for session_id in self.sessions:
             world.end_request(session_id, "a", preempt=False)
         world.tick(self.now + LIMITS.max_lease_s)
+        while world.pending:
+            world.settle(0, good=True)
         world.check()
         world.check_idle()
         self.fill_the_tier()
         world.reset(self.sessions[0])
         world.check()
-        assert world.pool.free_slots == world.pool.capacity
+        assert all(tier.pool.free_slots == tier.pool.capacity for tier in world.tiers)
 
     def fill_the_tier(self) -> None:
         """Whatever happened before, every block can still leave: a fresh prompt takes the whole tier."""
@@ -432,7 +449,53 @@ class Offloading(RuleBasedStateMachine):
         self.world.check()
         wanted = {key64(block_at(path, group, number).block_hash) for number in range(capacity)}
         assert self.world.fold.hashes(MEDIUM, group.index) == wanted
-        assert len(self.world.fold) == capacity
+        assert sum(len(self.world.fold.hashes(MEDIUM, other.index)) for other in self.groups) == capacity
+
+
+class Cascading(Offloading):
+    """Two tiers, both far too small."""
+
+    @initialize(
+        front=st.integers(4, 22),
+        back=st.sampled_from([3, 12, 40, 120]),
+        part=st.sampled_from([1, 1, 2, 4]),
+        ranks=st.integers(1, 3),
+    )
+    def start(self, front: int, back: int, part: int, ranks: int) -> None:
+        limits = LIMITS._replace(headroom_divisor=part)
+        self.begin(Cascade(self.tier(MEDIUM, front), self.tier(BEHIND, back), limits), ranks)
+
+    def drain(self) -> None:
+        while self.world.pending:
+            self.world.settle(0, good=True)
+
+    @rule(place=places, path=paths | whole_paths, kept=st.integers(0, 3))
+    def push_behind(self, place: int, path: Path, kept: int) -> None:
+        """A prompt is stored, demoted, and has to leave for another one, all of it or nearly."""
+        self.store_like_an_engine(place, path)
+        for _ in range(4):
+            self.drain()
+            self.world.tick(self.now)
+        self.drain()
+        group = next(group for group in self.groups if group.kind in PREFIX)
+        other = (5,) * (max(1, self.world.pool.capacity - kept) * units_of(group))
+        self.store(place, self.table(other, group))
+        self.drain()
+
+    @rule(place=places, request_id=requests, path=paths | whole_paths, more=branches, start=starts, share=shares)
+    def push_behind_and_load(
+        self, place: int, request_id: str, path: Path, more: list[int], start: int, share: int
+    ) -> None:
+        self.push_behind(place, path, 1)
+        self.serve(place, request_id, (*path, *more), start, share)
+
+    @rule(place=places, request_id=requests, path=paths, ends=st.sets(depths), more=branches)
+    def push_behind_and_load_finely(
+        self, place: int, request_id: str, path: Path, ends: set[int], more: list[int]
+    ) -> None:
+        self.store_with_names(place, path, 0, ends)
+        self.push_behind(place, path, 1)
+        self.serve(place, request_id, (*path, *more), 0, 99, fine=True)
 
 
 def _bad_step(**fields: Any) -> Any:
@@ -486,7 +549,7 @@ def _fingerprint(scheduler: OffloadScheduler) -> tuple[Any, ...]:
         bytes(pool._queue._stamps),
         scheduler.stats(),
         dict(scheduler.loads.requests._leases),
-        scheduler.stores.pending_blocks,
+        scheduler.landings.pending_blocks,
     )
 
 
@@ -494,6 +557,13 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 """Not `explain`: it traces every line, outlasts the timeout of a test, and so hides the failure."""
 
 SETTINGS = settings(max_examples=40, stateful_step_count=50, deadline=None, phases=PHASES)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("model", ["full", "full of two units", "full and coarse", "window and state", "chunks"])
+def test_cascading(model: str) -> None:
+    machine = type("Cascading", (Cascading,), {"model": MODELS[model]})
+    run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.timeout(400)  # shrinking a failure takes up to five minutes

@@ -3,7 +3,7 @@
 import pytest
 
 from core.prompts import FULL, LATENT
-from kvevents_service.core.metadata import BlockStoreMeta, snapshot
+from kvevents_service.core.metadata import BlockStoreMeta, StoreRun, snapshot
 from kvevents_service.core.pool import Allocation, BlockPool
 from kvevents_service.core.slots import DOOMED, FREE, ORPHANED, PENDING, READY
 from kvevents_service.testing import Chain, make_chain
@@ -245,3 +245,85 @@ def test_resident_hashes_come_parents_first() -> None:
 
 def test_repr_tells_the_live_state() -> None:
     assert repr(ready_pool(EF)) == "<BlockPool 2/4 indexed, 2 free>"
+
+
+# lost blocks
+
+
+def test_what_is_forgotten_takes_all_that_is_behind_it_children_first() -> None:
+    pool = ready_pool(ABCD, EF, capacity=8)
+    b = pool.slot_of(0, ABCD.hashes[1])
+    assert b is not None
+    assert pool.forget([b]) == [(0, [ABCD.hashes[3], ABCD.hashes[2], ABCD.hashes[1]], False)]
+    assert pool.ready_hashes(0) == [ABCD.hashes[0], *EF.hashes]
+    assert pool.free_slots == 5
+    pool.check()
+
+
+def test_a_chain_of_several_that_are_forgotten_leaves_once() -> None:
+    pool = ready_pool(ABCD)
+    slots = [pool.slot_of(0, name) for name in ABCD.hashes]
+    assert pool.forget([slots[2], slots[0], slots[1]]) == [(0, list(ABCD.hashes[::-1]), False)]  # type: ignore[list-item]
+    assert pool.free_slots == 4
+    pool.check()
+
+
+def test_a_forgotten_block_that_is_pinned_keeps_its_bytes_and_is_not_found() -> None:
+    pool = ready_pool(ABCD)
+    a, d = (pool.slot_of(0, name) for name in (ABCD.hashes[0], ABCD.hashes[3]))
+    assert a is not None
+    assert d is not None
+    pool.pin(d)
+    pool.forget([a])
+    assert (pool.state_of(d), pool.free_slots, pool.ready_hashes(0)) == (DOOMED, 0, [])
+    assert pool.forget([a, d]) == []
+    pool.check()
+    pool.unpin(d)
+    assert pool.free_slots == 4
+
+
+def test_what_is_being_written_behind_a_forgotten_block_is_orphaned() -> None:
+    pool = ready_pool(ABCD.part(0, 2))
+    b = pool.slot_of(0, ABCD.hashes[1])
+    assert b is not None
+    slots = allocate(pool, ABCD.part(2), b).slots
+    assert pool.forget([b]) == [(0, [ABCD.hashes[1]], False)]
+    assert states(pool, slots) == {ORPHANED}
+    pool.abandon(slots)
+    assert pool.free_slots == 3
+    pool.check()
+
+
+# blocks of an earlier process
+
+
+def test_what_is_adopted_can_be_found_evicted_and_built_upon() -> None:
+    pool = BlockPool(6, 1)
+    ab, cd = meta_of(ABCD.part(0, 2)), meta_of(ABCD.part(2))
+    assert pool.adopt([StoreRun(ab, [5, 1]), StoreRun(cd, [0, 3])]) == [ab, cd]
+    pool.check()
+    assert [pool.slot_of(0, name) for name in ABCD.hashes] == [5, 1, 0, 3]
+    assert pool.ready_prefix(0, ABCD.packed, 32) == 4
+    assert allocate(pool, EF).evicted == []
+    assert [name for _, name, _ in allocate(pool, make_chain(range(90, 98), 2)).evicted] == list(ABCD.hashes[::-1])
+    pool.check()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        StoreRun(meta_of(EF), [2, 2]),
+        StoreRun(meta_of(EF), [2]),
+        StoreRun(meta_of(EF), [2, 6]),
+        StoreRun(meta_of(EF), [0, 2]),
+        StoreRun(meta_of(ABCD.part(0, 1)), [2]),
+        StoreRun(meta_of(ABCD.part(3)), [2]),
+    ],
+    ids=["one slot twice", "too few slots", "no slot of ours", "a slot in use", "a name in use", "no parent"],
+)
+def test_what_cannot_stand_here_is_not_adopted(run: StoreRun) -> None:
+    pool = BlockPool(6, 1)
+    pool.adopt([StoreRun(meta_of(ABCD.part(0, 2)), [0, 1])])
+    assert pool.adopt([run]) == []
+    assert pool.free_slots == 4
+    pool.check()

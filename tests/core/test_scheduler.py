@@ -664,3 +664,91 @@ def test_a_parents_hash_is_kept_once() -> None:
     meta = pool.meta_of(child)
     assert meta is not None
     assert meta.parent_block_hash is pool.hash_of(parent)
+
+
+# lost blocks
+
+
+def lose(copies: HeldCopies, *places: int) -> list:
+    """The load that is under way fails: what it reads at these places is gone for good."""
+    slots = copies.pending[0].slots
+    return copies.fail(lost=[slots[place] for place in places])
+
+
+def test_a_lost_block_is_a_miss_at_once_and_leaves_with_all_behind_it() -> None:
+    copies = HeldCopies(open_tier())
+    store(copies, ABCD)
+    copies.complete()
+    load(copies, lookup(copies.scheduler, ABCD), 0, 1, 2, 3)
+    assert lose(copies, 2) == [Loaded(9, 0)]
+    assert removed(copies) == [ABCD.hashes[3], ABCD.hashes[2]]
+    stats = copies.scheduler.stats()
+    assert (stats["blocks_lost"], stats["blocks_removed"], stats["loads_failed"]) == (1, 2, 1)
+    assert (lookup(copies.scheduler, ABCD).blocks, stats["blocks_free"]) == (2, 2)
+
+
+def test_a_lost_block_is_there_again_when_it_is_stored_again() -> None:
+    copies = HeldCopies(open_tier())
+    store(copies, ABCD)
+    copies.complete()
+    load(copies, lookup(copies.scheduler, ABCD), 0, 1, 2, 3)
+    lose(copies, 0)
+    assert lookup(copies.scheduler, ABCD).blocks == 0
+    store(copies, ABCD)
+    assert copies.complete() == [StepDone(1, 4, 0, 0)]
+    assert lookup(copies.scheduler, ABCD).blocks == 4
+
+
+def test_a_leased_hit_behind_a_lost_block_loads_nothing_even_if_it_is_stored_again() -> None:
+    copies = HeldCopies(open_tier(8))
+    store(copies, ABCD)
+    copies.complete()
+    leased = lookup(copies.scheduler, ABCD)
+    load(copies, lookup(copies.scheduler, ABCD), 0, 1, 2, 3)
+    lose(copies, 1)
+    store(copies, ABCD)
+    copies.complete()
+    assert load(copies, leased, 0, 1, 2, 3) == [Loaded(9, 0)]
+    copies.scheduler.pool.check()
+    assert (copies.scheduler.pool.free_slots, copies.scheduler.pool.pinned()) == (4, 0)
+
+
+def test_a_load_that_another_ones_loss_met_is_a_miss_and_one_before_it_is_none() -> None:
+    copies = HeldCopies(open_tier())
+    store(copies, ABCD)
+    copies.complete()
+    load(copies, lookup(copies.scheduler, ABCD), 0, 1, 2, 3)
+    load(copies, lookup(copies.scheduler, ABCD), 0, 1, 2, 3)
+    load(copies, lookup(copies.scheduler, ABCD.part(0, 2)), 0, 1)
+    lose(copies, 2)
+    assert copies.complete() == [Loaded(9, 0)]
+    assert copies.complete() == [Loaded(9, 2)]
+    assert copies.scheduler.pool.free_slots == 2
+
+
+def test_a_loss_that_a_reset_or_another_rank_has_met_before_says_nothing_more() -> None:
+    copies = HeldCopies(open_tier())
+    store(copies, ABCD)
+    copies.complete()
+    load(copies, lookup(copies.scheduler, ABCD), 0, 1, 2, 3)
+    transfer = copies.pending[0]
+    copies.perform(copies.scheduler.lose(transfer, [transfer.slots[3]]))
+    assert removed(copies) == [ABCD.hashes[3]]
+    copies.perform(copies.scheduler.lose(transfer, [transfer.slots[3]]))
+    copies.perform(copies.scheduler.reset(1, Reset(1)))
+    lose(copies, 0, 1)
+    assert removed(copies) == [ABCD.hashes[3], *ABCD.hashes[2::-1]]
+    assert copies.scheduler.stats()["blocks_lost"] == 1
+
+
+def test_a_store_behind_a_lost_block_announces_nothing() -> None:
+    copies = HeldCopies(open_tier())
+    store(copies, ABCD.part(0, 2))
+    copies.complete()
+    load(copies, lookup(copies.scheduler, ABCD), 0, 1)
+    store(copies, ABCD.part(2), step_id=5)
+    lose(copies, 1)
+    copies.published.clear()
+    assert copies.complete() == [StepDone(5, 0, 0, 2)]
+    assert copies.published == []
+    assert copies.scheduler.pool.free_slots == 3

@@ -9,6 +9,7 @@ what is announced is there, what is copied is free to be written, what is answer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,9 @@ from kvevents_service.wire.packing import unpack_int32
 
 ENGINE_BLOCKS = 1_000_000
 MEDIUM = "CPU"
+BEHIND = "STORAGE"
+FILLS = ("store", "demote")
+"""Kinds of copies from memory into `slots`; the others go the other way."""
 
 
 class Content(NamedTuple):
@@ -52,7 +56,27 @@ class Bytes(NamedTuple):
 
 
 Memory = dict[int, Bytes | None]
-"""Blocks of one rank of an engine."""
+"""Blocks of one rank of an engine, or of the host tier."""
+
+Place = tuple[int, int]
+"""A tier and a slot in it."""
+
+
+def places(transfer: TransferMeta) -> set[Place]:
+    return {(transfer.tier, slot) for slot in transfer.slots}
+
+
+def host_places(transfer: TransferMeta) -> set[Place]:
+    """Where the host tier stands in for an engine."""
+    return set() if transfer.session_id else {(0, slot) for slot in transfer.engine_blocks}
+
+
+def written(transfer: TransferMeta) -> set[Place]:
+    return places(transfer) if transfer.kind in FILLS else host_places(transfer)
+
+
+def read(transfer: TransferMeta) -> set[Place]:
+    return host_places(transfer) if transfer.kind in FILLS else places(transfer)
 
 
 class RankCopy(NamedTuple):
@@ -74,6 +98,7 @@ class Grant(NamedTuple):
     units: int
     deadline: float
     resets: int
+    losses: int
     fine: bool = False
 
 
@@ -86,7 +111,7 @@ class Order(NamedTuple):
 
 
 class Writer:
-    """A store copy: what it means to write, and whether that may be announced."""
+    """A copy into slots: which ranks have made it, and whether it may be announced."""
 
     def __init__(self, transfer: TransferMeta) -> None:
         self.transfer = transfer
@@ -102,20 +127,27 @@ class World:
         self.ranks = range(ranks)
         self.reports = RankReports()
         self.pool = scheduler.pool
+        self.tiers = scheduler.tiers
+        self.media = {tier.spec.medium: number for number, tier in enumerate(self.tiers)}
         self.model = scheduler.tier.spec.groups
         self.groups = cacheable(self.model)
-        self.arenas: list[list[Bytes | None]] = [[None] * self.pool.capacity for _ in self.ranks]
+        self.arenas: list[list[Memory]] = [
+            [dict.fromkeys(range(tier.pool.capacity)) for _ in self.ranks] for tier in self.tiers
+        ]
         self.engines: dict[int, dict[int, Memory]] = {}
         self.fold = Residency({group.index: group.block_size for group in self.model})
-        self.located: dict[tuple[int, int], int] = {}
-        self.writers: dict[int, Writer] = {}
+        self.located: dict[tuple[int, int, int], int] = {}
+        self.writers: dict[Place, Writer] = {}
         self.pending: list[RankCopy] = []
+        self.lost: set[tuple[int, int]] = set()
+        """Ranks and slots of the last tier."""
+        self.started: Counter[str] = Counter()
         self.doomed: set[TransferMeta] = set()
         self.steps: dict[tuple[int, int], int] = {}
         self.loads: dict[tuple[int, int], Order] = {}
         self.live: dict[int, Grant] = {}
         self.grants: list[Grant] = []
-        self.resets = self.stored = self.last_id = 0
+        self.resets = self.losses = self.stored = self.last_id = 0
 
     # what engines say
 
@@ -206,7 +238,7 @@ class World:
 
     def tick(self, now: float) -> None:
         self.live = {k: grant for k, grant in self.live.items() if grant.deadline > now}
-        self.scheduler.tick(now)
+        self.perform(self.scheduler.tick(now))
 
     # what the scheduler commands
 
@@ -238,7 +270,7 @@ class World:
                 self._check_stored(event)
             elif isinstance(event, BlockRemoved):
                 for key in event.block_hashes:
-                    del self.located[event.group_idx or 0, int(key)]
+                    del self.located[self.media[event.medium or ""], event.group_idx or 0, int(key)]
 
     def _check_stored(self, event: BlockStored) -> None:
         """I7: complete and true. I1, I2: the bytes are there, from a copy that ended well and still counts."""
@@ -246,7 +278,8 @@ class World:
         spec = self.model[event.group_idx]
         inner = event.block_size != spec.block_size
         assert event.block_size == (UNIT if inner else spec.block_size)
-        assert (event.medium, event.locality) == (MEDIUM, "LOCAL")
+        assert event.locality == "LOCAL"
+        tier = self.media[event.medium or ""]
         window = None if spec.kind == "chunked_local_attention" else spec.sliding_window
         assert (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) == (spec.kind, window)
         assert spec.cacheable
@@ -263,7 +296,7 @@ class World:
             assert (event.lora_id, event.lora_name) == (truth.lora_id, truth.lora_name)
             extra = event.extra_keys[place] if event.extra_keys is not None else None
             assert _as_given(extra) == truth.extra_key
-            self._check_bytes(spec.index, truth.block_hash)
+            self._check_bytes(tier, spec.index, truth.block_hash)
             parent = key
         self.stored += len(event.block_hashes)
 
@@ -272,35 +305,47 @@ class World:
         whole = len(PATHS[key]) % units_of(group) == 0
         return block(PATHS[key], units_of(group) if whole else 1)
 
-    def _check_bytes(self, group: int, block_hash: bytes) -> None:
-        slot = self.pool.slot_of(group, block_hash)
+    def _check_bytes(self, tier: int, group: int, block_hash: bytes) -> None:
+        pool = self.tiers[tier].pool
+        slot = pool.slot_of(group, block_hash)
         if slot is None:
-            slot = self.pool.inner_slot(group, block_hash)
+            slot = pool.inner_slot(group, block_hash)
         assert slot is not None
         path = PATHS[key64(block_hash)]
         need = Need(self.model[group], self.number_of(group, path))
-        assert all(self.holds(self.arenas[rank][slot], rank, need, path, len(path)) for rank in self.ranks)
-        assert self.writers[slot].ranks_copied == set(self.ranks)
-        assert not self.writers[slot].void
-        self.located[group, key64(block_hash)] = slot
+        assert all(self.holds(self.arenas[tier][rank][slot], rank, need, path, len(path)) for rank in self.ranks)
+        writer = self.writers[tier, slot]
+        assert writer.ranks_copied == set(self.ranks)
+        assert not writer.void
+        self.located[tier, group, key64(block_hash)] = slot
 
     def _start(self, transfer: TransferMeta) -> None:
         assert 0 < len(transfer.slots) == len(transfer.engine_blocks) == len(set(transfer.slots))
-        assert self.present(transfer.session_id), "a copy that not every rank can do"
         under_way = {copy.transfer for copy in self.pending}
-        busy = {slot for other in under_way if other.kind == "store" for slot in other.slots}
-        assert busy.isdisjoint(transfer.slots), "a slot that is being written"
-        if transfer.kind == "store":
-            read = {slot for other in under_way for slot in other.slots}
-            assert read.isdisjoint(transfer.slots), "a slot that is being read"
-            assert set(self.located.values()).isdisjoint(transfer.slots), "rewritten before its removal (I3)"
-            writer = Writer(transfer)
-            for slot in transfer.slots:
-                self.writers[slot] = writer
-                for arena in self.arenas:
-                    arena[slot] = None
+        busy = {place for other in under_way for place in written(other)}
+        assert busy.isdisjoint(written(transfer) | read(transfer)), "a slot that is being written"
+        reading = {place for other in under_way for place in read(other)}
+        assert reading.isdisjoint(written(transfer)), "a slot that is being read"
+        resident = {(tier, slot) for (tier, _, _), slot in self.located.items()}
+        assert resident.isdisjoint(written(transfer)), "rewritten before its removal (I3)"
+        writer = Writer(transfer)
+        for tier, slot in written(transfer):
+            self.writers[tier, slot] = writer
+            for rank, arena in enumerate(self.arenas[tier]):
+                arena[slot] = None
+                if tier == len(self.tiers) - 1:
+                    self.lost.discard((rank, slot))
         self.reports.begin(transfer, len(self.ranks))
-        self.pending += [RankCopy(transfer, rank, self.engines[transfer.session_id][rank]) for rank in self.ranks]
+        self.started[transfer.kind] += 1
+        self.pending += [RankCopy(transfer, rank, self._memory(transfer, rank)) for rank in self.ranks]
+
+    def _memory(self, transfer: TransferMeta, rank: int) -> Memory:
+        """The engine's, or the host tier's in its place."""
+        if transfer.kind not in ("store", "load"):
+            assert not transfer.session_id
+            return self.arenas[0][rank]
+        assert self.present(transfer.session_id), "a copy that not every rank can do"
+        return self.engines[transfer.session_id][rank]
 
     def _step_done(self, session_id: int, done: StepDone) -> list[int]:
         offered = self.steps.pop((session_id, done.step_id))
@@ -334,17 +379,40 @@ class World:
 
     # copies
 
+    def lose(self, position: int, blocks: int) -> None:
+        """A rank's load from the last tier finds bytes that are gone for good; `blocks`: a bit for each."""
+        numbered = [(number, copy) for number, copy in enumerate(self.pending) if copy.transfer.kind not in FILLS]
+        loads = [(number, copy) for number, copy in numbered if copy.transfer.tier == len(self.tiers) - 1]
+        if loads:
+            number, copy = loads[position % len(loads)]
+            slots = [slot for place, slot in enumerate(copy.transfer.slots) if blocks >> place % 8 & 1]
+            self.lost.update((copy.rank, slot) for slot in slots)
+            self.settle(number, good=True)
+
+    def _find_lost(self, copy: RankCopy) -> bool:
+        """Whoever reads what is lost finds it so, and says so."""
+        transfer = copy.transfer
+        if transfer.kind in FILLS or transfer.tier < len(self.tiers) - 1:
+            return False
+        lost = [slot for slot in transfer.slots if (copy.rank, slot) in self.lost]
+        for slot in lost:
+            self.arenas[transfer.tier][copy.rank][slot] = None
+        self.losses += bool(lost)
+        self.perform(self.scheduler.lose(transfer, lost))
+        return bool(lost)
+
     def settle(self, position: int, *, good: bool, twice: bool = False) -> None:
         """A rank's copy ends. `twice`: it says so again, and that means nothing."""
         copy = self.pending.pop(position % len(self.pending))
-        transfer, arena = copy.transfer, self.arenas[copy.rank]
+        good = good and not self._find_lost(copy)
+        transfer, arena = copy.transfer, self.arenas[copy.transfer.tier][copy.rank]
         for block_id, slot in zip(transfer.engine_blocks, transfer.slots, strict=True):
-            if transfer.kind == "load":
-                copy.memory[block_id] = arena[slot] if good else None
-            else:
+            if transfer.kind in FILLS:
                 arena[slot] = copy.memory[block_id] if good else None
-        if transfer.kind == "store":
-            writer = self.writers[transfer.slots[0]]
+            else:
+                copy.memory[block_id] = arena[slot] if good else None
+        for place in list(written(transfer))[:1]:
+            writer = self.writers[place]
             writer.ranks_copied |= {copy.rank} if good else set()
             writer.void |= not good
         self.doomed |= set() if good else {transfer}
@@ -367,51 +435,61 @@ class World:
     # what must always be so
 
     def check(self) -> None:
-        """Stream == pool == arena, and the counters say so."""
-        self.pool.check()
+        """Stream == pools == arenas, and the counters say so."""
         self.fold.check()
         stats = self.scheduler.stats()
-        for group in self.model:
-            self._check_group(group)
+        for tier in range(len(self.tiers)):
+            self._check_tier(tier, stats)
         promised = [(grant, grant.units) for grant in self.live.values()]
         promised += [(grant, units) for grant, units, _ in self.loads.values() if grant]
         for grant, units in promised:
             kept = self.resident(grant.path, grant.start + units, grant.start)
-            assert kept or grant.resets != self.resets, "a hit that was promised has left"
-        blocks = {(key, slot) for (key, _), slot in self.located.items()}
-        assert stats["blocks_resident"] == len(blocks) == self.pool.count(READY)
-        assert stats["blocks_stored"] == self.fold.stored == self.stored
-        assert stats["blocks_removed"] == self.fold.removed
+            void = (grant.resets, grant.losses) != (self.resets, self.losses)
+            assert kept or void, "a hit that was promised has left"
+        assert stats["blocks_stored"] + stats.get("disk_blocks_stored", 0) == self.fold.stored == self.stored
+        assert stats["blocks_removed"] + stats.get("disk_blocks_removed", 0) == self.fold.removed
         assert stats["leases"] == len(self.live)
-        assert stats["blocks_pending"] == self.pool.count(PENDING) <= self.scheduler.stores.pending_blocks
         owed = len(self.loads) + len(self.steps)
-        assert stats["transfers"] == owed
+        assert stats["transfers"] == owed or (len(self.tiers) > 1 and stats["transfers"] > owed)
+        assert self.pending or not stats["transfers"]
         assert self.pending or not owed, "nothing is under way, yet somebody is still waited for"
         assert len(self.reports) == len({copy.transfer for copy in self.pending})
 
-    def _check_group(self, group: GroupSpec) -> None:
+    def _check_tier(self, tier: int, stats: dict[str, int]) -> None:
+        pool, name = self.tiers[tier].pool, ("blocks_", "disk_blocks_")[tier]
+        pool.check()
+        for group in self.model:
+            self._check_group(tier, group)
+        slots = {(group, slot) for (where, group, _), slot in self.located.items() if where == tier}
+        assert stats[f"{name}resident"] == len(slots) == pool.count(READY)
+        landings = (self.scheduler.landings, getattr(self.scheduler, "back_landings", None))[tier]
+        assert stats[f"{name}pending"] == pool.count(PENDING) <= landings.pending_blocks
+        assert stats[f"{name}free"] == pool.free_slots
+
+    def _check_group(self, tier: int, group: GroupSpec) -> None:
         """I4: stream == pool. I6: prefix-closed where the kind asks for it, every block for itself elsewhere."""
-        ready = self.pool.ready_names(group.index)
-        resident = self.fold.hashes(MEDIUM, group.index)
+        pool = self.tiers[tier].pool
+        ready = pool.ready_names(group.index)
+        resident = self.fold.hashes(self.tiers[tier].spec.medium, group.index)
         assert {key64(name) for name in ready} == resident
-        assert group.cacheable or not self.pool.index[group.index]
+        assert group.cacheable or not pool.index[group.index]
         for name in ready:
             truth = self.truth(group, key64(name))
-            self._check_bytes(group.index, name)
-            if self.pool.slot_of(group.index, name) is not None:
-                self._check_snapshot(group, truth)
+            self._check_bytes(tier, group.index, name)
+            if pool.slot_of(group.index, name) is not None:
+                self._check_snapshot(tier, group, truth)
             if group.kind in PREFIX:
                 path = PATHS[key64(name)]
                 before = path[: self.number_of(group.index, path) * units_of(group)]
                 assert not before or key64(unit_hash(before)) in resident
             else:
-                assert self.pool.parent_of(self.located[group.index, key64(name)]) is None
+                assert pool.parent_of(self.located[tier, group.index, key64(name)]) is None
 
-    def _check_snapshot(self, group: GroupSpec, truth: Block) -> None:
+    def _check_snapshot(self, tier: int, group: GroupSpec, truth: Block) -> None:
         """What can be told of a resident block long after it was announced."""
-        meta = self.pool.meta_of(self.located[group.index, key64(truth.block_hash)])
+        meta = self.tiers[tier].pool.meta_of(self.located[tier, group.index, key64(truth.block_hash)])
         assert meta is not None
-        assert meta.group == group
+        assert (meta.group, meta.medium) == (group, self.tiers[tier].spec.medium)
         extra = meta.extra_keys[0] if meta.extra_keys else None
         assert (meta.block_hashes, meta.parent_block_hash) == (truth.block_hash, truth.parent)
         assert (meta.lora_id, meta.lora_name, extra) == (truth.lora_id, truth.lora_name, truth.extra_key)
@@ -438,8 +516,11 @@ class World:
         return enough and self.number_of(group.index, own) == number and own[:stop] == path[:stop]
 
     def resident(self, path: Path, end: int, start: int) -> bool:
-        """The stream says that all of this can be loaded."""
-        shelves = [self.fold.hashes(MEDIUM, group) for group in range(len(self.model))]
+        """The stream says that all of this can be loaded, each block from some tier."""
+        shelves = [
+            set().union(*(self.fold.hashes(medium, group) for medium in self.media))
+            for group in range(len(self.model))
+        ]
         return all(
             any(key64(unit_hash(path[:stop])) in shelves[need.group.index] for stop in self.ends(need, path, end))
             for need in self.needs(end, start)
@@ -463,11 +544,13 @@ class World:
 
     def check_idle(self) -> None:
         """I12: with everything ended, nothing is held."""
-        scheduler, pool = self.scheduler, self.pool
+        scheduler = self.scheduler
         assert not any((self.pending, self.doomed, len(self.reports), self.steps, self.loads, self.live))
-        assert not any((pool.pinned(), scheduler.stores.pending_blocks))
-        assert not any(map(len, (scheduler.stores, scheduler.loads, scheduler.loads.requests)))
-        assert pool.free_slots + pool.count(READY) == pool.capacity
+        assert not any(map(len, (scheduler.landings, scheduler.loads, scheduler.loads.requests)))
+        assert not scheduler.landings.pending_blocks
+        for tier in self.tiers:
+            assert not tier.pool.pinned()
+            assert tier.pool.free_slots + tier.pool.count(READY) == tier.pool.capacity
 
 
 def _as_given(extra: Any) -> Any:

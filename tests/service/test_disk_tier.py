@@ -87,7 +87,7 @@ async def test_a_file_that_lost_its_bytes_makes_loads_misses_and_the_sidecar_goe
     async with run(host_bytes=None, disk_path=str(tmp_path), disk_bytes=32 * BLOCK_BYTES) as service:
         mini = await asyncio.to_thread(engine)
         await asyncio.to_thread(mini.store, chain(1, 4), [0, 1, 2, 3])
-        storage = service.sidecar._storage
+        storage = service.sidecar._tiers.storages[0]
         os.ftruncate(storage.fd, 0)
         assert await asyncio.to_thread(mini.load, chain(1, 4), [10, 11, 12, 13]) == 0
         mini.fill(5, 77)

@@ -280,7 +280,7 @@ async def test_a_giant_subscription_is_cut_off(run, engine) -> None:
 
 
 async def test_tiny_blocks_do_not_make_the_books_larger_than_the_tier(run) -> None:
-    from kvevents_service.service.sidecar import MAX_SLOTS
+    from kvevents_service.service.open_tier import MAX_SLOTS
 
     async with run(host_bytes=1 << 40) as service:
-        assert service.sidecar._capacity(1) == MAX_SLOTS
+        assert service.sidecar._tiers.capacities([1]) == [MAX_SLOTS]

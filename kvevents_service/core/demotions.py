@@ -1,0 +1,117 @@
+"""Demotion ahead of eviction: what will leave the front tier soon is copied to the tier behind while it is there.
+
+    begin -> Copy(demote) -> landed in the tier behind, announced there -> unpinned
+
+A look at the coldest blocks is taken while the front tier has little room: once a quarter of the headroom has been
+used since the last one, when more was cold than could be copied, and at every tick. What is behind already is only
+touched there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from kvevents_service.core.commands import Command, Copy
+from kvevents_service.core.landings import Landed, Landings
+from kvevents_service.core.metadata import NO_SESSION, TransferMeta
+from kvevents_service.core.moves import Move
+from kvevents_service.core.tier import Tier
+
+COPY_BLOCKS = 64
+"""A copy takes no further chain once it has so many blocks."""
+
+
+class Demotions:
+    """Copies from the front tier to the one behind. Both pools are prefix-closed at every moment."""
+
+    def __init__(self, front: Tier, back: Tier, landings: Landings) -> None:
+        self.front = front
+        self.back = back
+        self._landings = landings
+        limits, part = front.limits, max(1, front.spec.capacity_blocks // front.limits.headroom_divisor)
+        self._headroom = min(limits.max_headroom_blocks, part)
+        self._most = min(limits.max_demoting_blocks, part)
+        self._looked_at = 0
+        self._unfinished = False
+        self._resting = False
+
+    def begin(self, now: float) -> list[Command]:
+        """Copy cold blocks if the front tier is short of room. Nothing waits for it."""
+        pool = self.front.pool
+        pending = self._landings.pending_blocks
+        used = pool.allocated - self._looked_at
+        due = self._unfinished or 4 * used >= self._headroom
+        if pool.free_slots >= self._headroom or self._resting or 2 * pending > self._most or not due:
+            return []
+        self._looked_at, self._unfinished = pool.allocated, False
+        commands: list[Command] = []
+        for move in self._moves(self._most - pending):
+            commands += [*self.back.evicted(move.evicted), Copy(self._transfer(move, now))]
+        return commands
+
+    def _moves(self, room: int) -> Iterator[Move]:
+        """At most `room` blocks, coldest first."""
+        pool, move = self.front.pool, Move()
+        for chain in pool.coldest(self._headroom):
+            missing = self._missing(chain[0])
+            if not missing:
+                continue
+            wanted = missing[:room]
+            placed = move.add(pool, wanted, self.back)
+            room -= placed
+            self._unfinished |= not room
+            self._resting |= placed < len(wanted)
+            if len(move) >= COPY_BLOCKS:
+                yield move
+                move = Move()
+            if not room or self._resting:
+                break
+        if len(move):
+            yield move
+
+    def _missing(self, leaf: int) -> list[int]:
+        """What the tier behind lacks of the chain that ends here, parents first. What it has is kept there."""
+        pool, behind = self.front.pool, self.back.pool
+        group = pool.group_of(leaf, self.front.spec.groups).index
+        missing: list[int] = []
+        slot: int | None = leaf
+        while slot is not None and not behind.knows(group, pool.hash_of(slot) or b""):
+            missing.append(slot)
+            slot = pool.parent_of(slot)
+        if not missing:
+            self._keep(group, pool.hash_of(leaf) or b"")
+        return missing[::-1]
+
+    def _keep(self, group: int, block_hash: bytes) -> None:
+        """Its copy in the front tier leaves soon: the order in which blocks leave there goes on behind."""
+        behind = self.back.pool
+        slot = behind.slot_of(group, block_hash)
+        slot = behind.inner_slot(group, block_hash) if slot is None else slot
+        if slot is not None:
+            behind.touch(slot)
+
+    def _transfer(self, move: Move, now: float) -> TransferMeta:
+        for slot in move.pins:
+            self.front.pool.pin(slot)
+        transfer = TransferMeta(
+            self.front.next_id(), "demote", NO_SESSION, 0, move.source, move.target,
+            now + self.front.limits.transfer_deadline_s, tuple(move.runs), tier=1,
+        )  # fmt: skip
+        self._landings.begin(transfer, partial(self._landed, move.pins))
+        return transfer
+
+    def _landed(self, pins: list[int], landed: Landed) -> list[Command]:
+        for slot in pins:
+            self.front.pool.unpin(slot)
+        self.front.counters["blocks_demoted"] += landed.blocks
+        return []
+
+    def rest(self) -> None:
+        """A copy has failed: no new ones for now."""
+        self._resting = True
+
+    def go_on(self) -> None:
+        """Some time has passed: look again, whatever was found before."""
+        self._resting = False
+        self._unfinished = True

@@ -1,0 +1,119 @@
+"""The tiers with an engine's layout: how many blocks fit into each, its scheduler, and the lanes of every rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvevents_service.config import TierSettings
+from kvevents_service.core.cascade import Cascade
+from kvevents_service.core.metadata import TransferMeta
+from kvevents_service.core.scheduler import OffloadScheduler
+from kvevents_service.core.tier import Limits, TierSpec
+from kvevents_service.errors import ControlError
+from kvevents_service.service.roster import Head
+from kvevents_service.transfer.arena import HostArena, HostStorage, Storage
+from kvevents_service.transfer.disk import DiskStorage
+from kvevents_service.transfer.lanes import Lanes
+from kvevents_service.transfer.memory import BlockMemory
+
+log = logging.getLogger(__name__)
+
+MAX_SLOTS = 1 << 24
+"""A slot costs about 90 bytes before it is used: tiny blocks must not make the books larger than the tier."""
+MAX_DEMOTING_BYTES = 256 * 1024 * 1024
+"""On their way from the host tier to the disk at any time, or one block if that is more."""
+
+BlockSizes = tuple[tuple[int, ...], ...]
+"""Per rank, the bytes of a block in each region."""
+
+
+class OpenTier(NamedTuple):
+    """What engines of one layout share. Until all ranks of a first engine are there it has no sizes and no lanes.
+
+    lanes: of the first tier, one a rank. below: likewise, of the tier behind. host: the first tier's as memory.
+    """
+
+    head: Head
+    sizes: BlockSizes
+    scheduler: OffloadScheduler
+    lanes: tuple[Lanes, ...] = ()
+    below: tuple[Lanes, ...] = ()
+    host: tuple[BlockMemory, ...] = ()
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(map(sum, self.sizes))
+
+    @property
+    def all_lanes(self) -> tuple[Lanes, ...]:
+        return self.lanes + self.below
+
+    def lanes_of(self, transfer: TransferMeta) -> tuple[Lanes, ...]:
+        """Whose slots are copied, by rank."""
+        return self.below if transfer.tier else self.lanes
+
+
+class Tiers:
+    """What the settings ask for, the first tier first. Makes one open tier after the other."""
+
+    def __init__(self, settings: Sequence[TierSettings], clock: Callable[[], float]) -> None:
+        self.settings = settings
+        self.storages = [_storage(tier) for tier in settings]
+        self._clock = clock
+
+    def capacities(self, block_sizes: Sequence[int]) -> list[int]:
+        """Blocks of each tier, of these sizes, one a rank. ControlError if one holds too few."""
+        return [_capacity(tier, sum(block_sizes)) for tier in self.settings]
+
+    def empty(self, head: Head) -> OpenTier:
+        """Before there is a size."""
+        return OpenTier(head, (), self._scheduler(head, [0] * len(self.settings), 1))
+
+    def open(self, head: Head, sizes: BlockSizes, capacities: list[int]) -> OpenTier:
+        """With memory and workers. Arenas that were opened before are void."""
+        of_ranks = [sum(of_rank) for of_rank in sizes]
+        made = list(zip(self.storages, capacities, strict=True))
+        arenas = [storage.arenas(slots, of_ranks) for storage, slots in made]
+        lanes = [tuple(Lanes(arena, self._clock) for arena in own) for own in arenas]
+        for storage, slots in made:
+            log.info("tier %s: %d blocks of %d bytes", storage.medium, slots, sum(of_ranks))
+        scheduler = self._scheduler(head, capacities, sum(of_ranks))
+        host = tuple(arena.as_memory() for arena in arenas[0] if isinstance(arena, HostArena))
+        return OpenTier(head, sizes, scheduler, lanes[0], lanes[1] if lanes[1:] else (), host)
+
+    def _scheduler(self, head: Head, capacities: list[int], block_bytes: int) -> OffloadScheduler:
+        first, *behind = (
+            TierSpec(storage.medium, slots, head.hash_bytes, head.groups, head.hash_tokens)
+            for storage, slots in zip(self.storages, capacities, strict=True)
+        )
+        if not behind:
+            return OffloadScheduler(first)
+        most = min(Limits().max_demoting_blocks, max(1, MAX_DEMOTING_BYTES // block_bytes))
+        return Cascade(first, behind[0], Limits(max_demoting_blocks=most))
+
+    def close(self) -> None:
+        """No copy may be running."""
+        for storage in self.storages:
+            storage.close()
+
+
+def carry_on(before: OpenTier, after: OpenTier) -> None:
+    """Counters go on over a change of the tier."""
+    for old, new in zip(before.scheduler.tiers, after.scheduler.tiers, strict=True):
+        new.counters.update(old.counters)
+
+
+def _storage(tier: TierSettings) -> Storage:
+    return HostStorage() if tier.directory is None else DiskStorage(tier.directory, tier.size_bytes)
+
+
+def _capacity(tier: TierSettings, block_bytes: int) -> int:
+    fitting = tier.size_bytes // block_bytes
+    if not fitting:
+        raise ControlError("tier_too_small", f"{tier.prefix}_bytes", f"at least one block, {block_bytes} bytes")
+    if (tier.max_blocks or 0) > fitting:
+        expected = f"at most {fitting}: {tier.prefix}_bytes holds no more blocks of {block_bytes} bytes"
+        raise ControlError("tier_too_small", f"{tier.prefix}_blocks", expected)
+    return min(tier.max_blocks or fitting, MAX_SLOTS)
