@@ -11,7 +11,7 @@ import torch
 
 from kvevents_service.errors import ConfigError, KvEventsError
 from kvevents_service.transfer.copy import load_blocks, store_blocks
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import BlockMemory, widest
 
 
 class BlocksLost(KvEventsError):
@@ -31,10 +31,10 @@ class Arena(Protocol):
 
     block_bytes: int
 
-    def store(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> None:
+    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
         """Engine blocks -> slots."""
 
-    def load(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> None:
+    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
         """Slots -> engine blocks."""
 
 
@@ -79,11 +79,15 @@ class HostArena:
         """The arena as a tensor [slots, block_bytes / itemsize]; block_bytes is a multiple of the item size."""
         return torch.frombuffer(self._map, dtype=dtype).view(self.slots, -1)
 
-    def store(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> None:
+    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
         store_blocks(memory, self, blocks, slots)
 
-    def load(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> None:
+    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
         load_blocks(memory, self, blocks, slots)
+
+    def as_memory(self) -> ArenaMemory:
+        """The arena in the place of an engine's memory: slots are its blocks, each of one region."""
+        return ArenaMemory(self)
 
     def bytes_of(self, slot: int, count: int) -> memoryview:
         """The bytes of consecutive slots, to read and write."""
@@ -91,3 +95,21 @@ class HostArena:
 
     def __repr__(self) -> str:
         return f"<HostArena {self.slots} slots of {self.block_bytes} bytes>"
+
+
+class ArenaMemory:
+    """A host arena as memory that another arena stores from and loads into: one region, a slot a block."""
+
+    def __init__(self, arena: HostArena) -> None:
+        self.dtype = widest(arena.block_bytes)
+        self.views = [arena.view(self.dtype)]
+        self.blocks = arena.slots
+        self.block_sizes = (arena.block_bytes,)
+        self.block_bytes = arena.block_bytes
+
+    def __repr__(self) -> str:
+        return f"<ArenaMemory {self.blocks} blocks of {self.block_bytes} bytes>"
+
+    def intact(self) -> bool:
+        """It is this process's own."""
+        return True

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import BlockMemory
 
 MIN_MEAN_RUN = 4
 """Below this mean length of consecutive runs, one gather per region beats a copy per run."""
@@ -37,17 +37,17 @@ def consecutive_runs(blocks: array[int], slots: array[int]) -> Iterator[CopyRun]
             start = end
 
 
-def store_blocks(memory: EngineMemory, arena: Slots, blocks: array[int], slots: array[int]) -> None:
+def store_blocks(memory: BlockMemory, arena: Slots, blocks: array[int], slots: array[int]) -> None:
     """Engine blocks -> arena slots, pairwise."""
     _copy(memory, arena, blocks, slots, to_engine=False)
 
 
-def load_blocks(memory: EngineMemory, arena: Slots, blocks: array[int], slots: array[int]) -> None:
+def load_blocks(memory: BlockMemory, arena: Slots, blocks: array[int], slots: array[int]) -> None:
     """Arena slots -> engine blocks, pairwise."""
     _copy(memory, arena, blocks, slots, to_engine=True)
 
 
-def _copy(memory: EngineMemory, arena: Slots, blocks: array[int], slots: array[int], *, to_engine: bool) -> None:
+def _copy(memory: BlockMemory, arena: Slots, blocks: array[int], slots: array[int], *, to_engine: bool) -> None:
     runs = list(consecutive_runs(blocks, slots))
     by_run = len(blocks) >= MIN_MEAN_RUN * len(runs)
     indices = None if by_run else (torch.tensor(blocks.tolist()), torch.tensor(slots.tolist()))

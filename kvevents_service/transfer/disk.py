@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from kvevents_service.errors import ConfigError
 from kvevents_service.transfer.arena import Arena, HostArena
 from kvevents_service.transfer.copy import CopyRun, consecutive_runs
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import BlockMemory
 
 STAGING_BYTES = 4 * 1024 * 1024
 """What is copied between two calls to the disk, or one block if that is more."""
@@ -64,14 +64,14 @@ class DiskArena:
     def __repr__(self) -> str:
         return f"<DiskArena {self.slots} slots of {self.block_bytes} bytes>"
 
-    def store(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> None:
+    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
         staging = self._outgoing
         for some, places, runs in _staged(staging.slots, blocks, slots):
             staging.store(memory, some, places)
             for place, slot, count in runs:
                 _write(self._storage.fd, staging.bytes_of(place, count), self._offset(slot))
 
-    def load(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> None:
+    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
         staging = self._incoming
         for some, places, runs in _staged(staging.slots, blocks, slots):
             for place, slot, count in runs:

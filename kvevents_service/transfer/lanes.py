@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.transfer.arena import Arena
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import BlockMemory
 from kvevents_service.transfer.worker import CopyWorker, TransferFuture
 
 
@@ -26,11 +26,11 @@ class Lanes:
     def bytes_moved(self) -> int:
         return sum(worker.bytes_moved for worker in self._workers.values())
 
-    def submit(self, transfer: TransferMeta, memory: EngineMemory) -> TransferFuture:
+    def submit(self, transfer: TransferMeta, memory: BlockMemory) -> TransferFuture:
         """Queue one copy behind those of its direction."""
         return self._workers[transfer.kind].submit(transfer, memory)
 
-    def drop(self, memory: EngineMemory) -> None:
+    def drop(self, memory: BlockMemory) -> None:
         """Fail what is queued on this memory."""
         for worker in self._workers.values():
             worker.drop(memory)

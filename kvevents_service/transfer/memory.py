@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -17,6 +18,22 @@ from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import Memory, Region
 
 SHM_DIR = "/dev/shm"
+
+
+class BlockMemory(Protocol):
+    """Where blocks are, region by region: an engine's memory, or a host arena that stands in its place.
+
+    `views[r]` is a tensor [blocks, block_sizes[r] / itemsize] of `dtype`, the same for all regions.
+    """
+
+    views: list[torch.Tensor]
+    dtype: torch.dtype
+    blocks: int
+    block_sizes: tuple[int, ...]
+    block_bytes: int
+
+    def intact(self) -> bool:
+        """False if it must not be touched any more."""
 
 
 class EngineMemory:
@@ -55,9 +72,13 @@ class EngineMemory:
         self._maps.clear()
 
 
-def _widest(regions: Sequence[Region]) -> torch.dtype:
-    sizes = (size for r in regions for size in (r.block_bytes, r.stride_bytes, r.offset_bytes))
+def widest(*sizes: int) -> torch.dtype:
+    """The widest type that fits into these offsets and sizes a whole number of times."""
     return torch.uint8 if any(size % 8 for size in sizes) else torch.int64
+
+
+def _widest(regions: Sequence[Region]) -> torch.dtype:
+    return widest(*(size for r in regions for size in (r.block_bytes, r.stride_bytes, r.offset_bytes)))
 
 
 def _view(buffer: torch.Tensor, region: Region, unit: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.errors import KvEventsError
 from kvevents_service.transfer.arena import Arena, BlocksLost
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import BlockMemory
 
 
 class CopyFailed(KvEventsError):
@@ -36,7 +36,7 @@ class TransferFuture(asyncio.Future[None]):
 
 class _Job(NamedTuple):
     future: TransferFuture
-    memory: EngineMemory
+    memory: BlockMemory
 
 
 class CopyWorker:
@@ -49,14 +49,14 @@ class CopyWorker:
         self._clock = clock
         self._copy = arena.store if kind == "store" else arena.load
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self._open: dict[TransferFuture, EngineMemory] = {}
+        self._open: dict[TransferFuture, BlockMemory] = {}
         self._running: TransferFuture | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"kvevents-{kind}")
 
     def __repr__(self) -> str:
         return f"<CopyWorker {self.kind} queued={self._jobs.qsize()} moved={self.bytes_moved}>"
 
-    def submit(self, transfer: TransferMeta, memory: EngineMemory) -> TransferFuture:
+    def submit(self, transfer: TransferMeta, memory: BlockMemory) -> TransferFuture:
         """Queue one copy."""
         future = TransferFuture(transfer, loop=asyncio.get_running_loop())
         self._open[future] = memory
@@ -64,7 +64,7 @@ class CopyWorker:
         self._jobs.put_nowait(_Job(future, memory))
         return future
 
-    def drop(self, memory: EngineMemory) -> None:
+    def drop(self, memory: BlockMemory) -> None:
         """This memory's owner is gone: fail what is queued on it. A copy that runs goes on to its end."""
         for future, its_memory in tuple(self._open.items()):
             if its_memory is memory and future is not self._running and not future.done():
@@ -84,7 +84,7 @@ class CopyWorker:
             else:
                 future.set_result(None)
 
-    async def _perform(self, meta: TransferMeta, memory: EngineMemory) -> None:
+    async def _perform(self, meta: TransferMeta, memory: BlockMemory) -> None:
         if self._clock() > meta.deadline:
             raise CopyFailed("past its deadline before its turn")
         if not memory.intact():

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kvevents_service.engine.layout import SharedMemory
-from kvevents_service.errors import ConfigError, ControlError
-from kvevents_service.transfer.arena import HostArena
+from kvevents_service.errors import ControlError
 from kvevents_service.transfer.memory import attach
 from kvevents_service.wire.control import Memory, Region
 
@@ -78,8 +77,3 @@ def test_memory_for_engines_can_neither_shrink_nor_grow() -> None:
         with pytest.raises(PermissionError):
             os.ftruncate(shared.fd, size)
     os.close(shared.fd)
-
-
-def test_an_arena_no_machine_can_map_names_its_setting() -> None:
-    with pytest.raises(ConfigError, match="host_bytes"):
-        HostArena(1 << 20, 1 << 42)
