@@ -5,13 +5,21 @@ from __future__ import annotations
 import mmap
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kvevents_service.errors import ConfigError, KvEventsError
-from kvevents_service.transfer.copy import load_blocks, store_blocks
+from kvevents_service.transfer.copy import Moves, copy_blocks, shelves
+from kvevents_service.transfer.crew import Crew, default_threads
 from kvevents_service.transfer.memory import BlockMemory, widest
+from kvevents_service.transfer.sheet import sheets_of
+
+MIN_PART_BYTES = 4 * 1024 * 1024
+"""Less is not worth another thread."""
+
+Side = list[torch.Tensor]
 
 
 class BlocksLost(KvEventsError):
@@ -50,24 +58,42 @@ class Storage(Protocol):
         """No copy may be running."""
 
 
+class Crews(NamedTuple):
+    """The threads of each direction: loads never wait for stores."""
+
+    store: Crew
+    load: Crew
+
+
 class HostStorage:
-    """The memory of this machine."""
+    """The memory of this machine. Each direction copies with `threads` threads."""
 
     medium = "CPU"
 
+    def __init__(self, threads: int | None = None) -> None:
+        threads = default_threads() if threads is None else threads
+        self._crews = Crews(Crew(threads, "kvevents-store-crew"), Crew(threads, "kvevents-load-crew"))
+
     def arenas(self, slots: int, block_sizes: Sequence[int]) -> Sequence[Arena]:
-        return [HostArena(slots, block_bytes) for block_bytes in block_sizes]
+        return [HostArena(slots, block_bytes, self._crews) for block_bytes in block_sizes]
 
     def close(self) -> None:
         """Memory goes with its arenas."""
+        for crew in self._crews:
+            crew.close()
+
+
+ALONE = Crews(Crew(), Crew())
+"""The thread that asks for a copy makes it."""
 
 
 class HostArena:
     """Memory for `slots` blocks. A slot holds a block's regions one after another."""
 
-    def __init__(self, slots: int, block_bytes: int) -> None:
+    def __init__(self, slots: int, block_bytes: int, crews: Crews = ALONE) -> None:
         self.slots = slots
         self.block_bytes = block_bytes
+        self._crews = crews
         try:
             self._map = mmap.mmap(-1, slots * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -80,10 +106,25 @@ class HostArena:
         return torch.frombuffer(self._map, dtype=dtype).view(self.slots, -1)
 
     def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
-        store_blocks(memory, self, blocks, slots)
+        engine, host = self._sides(memory, blocks, slots)
+        self._perform(self._crews.store, host, engine, Moves.of(slots, blocks))
 
     def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
-        load_blocks(memory, self, blocks, slots)
+        engine, host = self._sides(memory, blocks, slots)
+        self._perform(self._crews.load, engine, host, Moves.of(blocks, slots))
+
+    def _sides(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> tuple[Side, Side]:
+        """Both sides of each sheet. ValueError for a copy that leaves them."""
+        if len(blocks) != len(slots):
+            raise ValueError(f"{len(blocks)} blocks for {len(slots)} slots")
+        _check_within("blocks", blocks, memory.blocks)
+        _check_within("slots", slots, self.slots)
+        host = shelves(self.view(memory.dtype), memory.sheets)
+        return [sheet.blocks for sheet in memory.sheets], host
+
+    def _perform(self, crew: Crew, targets: Side, sources: Side, moves: Moves) -> None:
+        parts = min(crew.threads, moves.blocks * self.block_bytes // MIN_PART_BYTES) or 1
+        crew.perform([partial(copy_blocks, targets, sources, part) for part in moves.parts(parts)])
 
     def as_memory(self) -> ArenaMemory:
         """The arena in the place of an engine's memory: slots are its blocks, each of one region."""
@@ -103,6 +144,7 @@ class ArenaMemory:
     def __init__(self, arena: HostArena) -> None:
         self.dtype = widest(arena.block_bytes)
         self.views = [arena.view(self.dtype)]
+        self.sheets = sheets_of(self.views)
         self.blocks = arena.slots
         self.block_sizes = (arena.block_bytes,)
         self.block_bytes = arena.block_bytes
@@ -113,3 +155,8 @@ class ArenaMemory:
     def intact(self) -> bool:
         """It is this process's own."""
         return True
+
+
+def _check_within(what: str, numbers: array[int], count: int) -> None:
+    if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+        raise ValueError(f"{what} from {min(numbers)} to {max(numbers)}, of {count}")

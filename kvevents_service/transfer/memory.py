@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from kvevents_service.errors import ControlError
+from kvevents_service.transfer.sheet import Sheet, sheets_of
 from kvevents_service.wire.control import Memory, Region
 
 SHM_DIR = "/dev/shm"
@@ -23,10 +24,12 @@ SHM_DIR = "/dev/shm"
 class BlockMemory(Protocol):
     """Where blocks are, region by region: an engine's memory, or a host arena that stands in its place.
 
-    `views[r]` is a tensor [blocks, block_sizes[r] / itemsize] of `dtype`, the same for all regions.
+    `views[r]` is a tensor [blocks, block_sizes[r] / itemsize] of `dtype`, the same for all regions; `sheets` are
+    the same bytes in fewer tensors.
     """
 
     views: list[torch.Tensor]
+    sheets: list[Sheet]
     dtype: torch.dtype
     blocks: int
     block_sizes: tuple[int, ...]
@@ -54,6 +57,7 @@ class EngineMemory:
         unit = self.dtype.itemsize
         buffers = [torch.frombuffer(m, dtype=self.dtype, count=len(m) // unit) for m in maps]
         self.views = [_view(buffers[region.memory], region, unit) for region in regions]
+        self.sheets = sheets_of(self.views)
 
     def __repr__(self) -> str:
         return f"<EngineMemory {self.blocks} blocks of {self.block_bytes} bytes in {len(self.regions)} regions>"
@@ -69,6 +73,7 @@ class EngineMemory:
             os.close(fd)
         self._fds.clear()
         self.views.clear()
+        self.sheets.clear()
         self._maps.clear()
 
 
