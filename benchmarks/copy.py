@@ -1,7 +1,7 @@
 """How fast blocks go between an engine's memory and the host arena, against one big memcpy of the same bytes.
 
 One region whose blocks and slots lie in any order ("scattered") or in one run ("run"), and 16 regions a block. Both
-sides of a ratio use the same threads, in turns, in the same run. The value is the worst ratio from 64 KiB blocks up.
+sides of a ratio use the same threads, in turns, in the same run. The value is the worst ratio from 64 KiB up.
 `python -m benchmarks.copy [THREADS]`
 """
 
@@ -108,7 +108,9 @@ def main(threads: int) -> None:
         for verb, spread in bench.measure(case).items():
             ratios[f"{verb}_{case.name}"] = spread
             note(f"{verb} {case.name}: {spread}")
-    judged = [f"{verb}_{case.name}" for case in CASES if case.block_bytes >= JUDGED_BYTES for verb in ("store", "load")]
+    judged = [
+        f"{verb}_{case.name}" for case in CASES if case.block_bytes >= JUDGED_BYTES for verb in ("store", "load")
+    ]
     worst = min(judged, key=lambda name: ratios[name].median)
     report(
         "copy",

@@ -29,7 +29,7 @@ from kvevents_service.service.roster import Engine, Head, Roster, Session
 from kvevents_service.transfer.arena import HostStorage, Storage
 from kvevents_service.transfer.disk import DiskStorage
 from kvevents_service.transfer.lanes import Lanes
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import SessionMemory
 from kvevents_service.transfer.worker import CopyFailed, TransferFuture
 from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Residents, Welcome
 
@@ -129,7 +129,7 @@ class Sidecar:
         if whole:
             tier.scheduler.hello(engine.session_id, min(memory.blocks for memory in memories.values()))
 
-    def _check_sizes(self, engine: Engine, memories: dict[int, EngineMemory]) -> None:
+    def _check_sizes(self, engine: Engine, memories: dict[int, SessionMemory]) -> None:
         """A rank of a tier that engines use has one layout. Nobody uses it: it may be taken anew."""
         tier = self.tier
         if tier is None or tier.head != engine.head or not tier.scheduler.in_use:
@@ -216,7 +216,7 @@ class Sidecar:
             assert holder.memory is not None, "a rank is there when its memory is"
             holder.copies += 1
             self._copies += 1
-            future = tier.lanes[rank].submit(transfer, holder.memory)
+            future = tier.lanes[rank].submit(transfer, holder.memory, engine.session.mark)
             future.add_done_callback(partial(self._rank_ended, rank, holder, engine.session, tier))
 
     def _rank_ended(

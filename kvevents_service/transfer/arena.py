@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -13,7 +13,11 @@ import torch
 from kvevents_service.errors import ConfigError, KvEventsError
 from kvevents_service.transfer.copy import Moves, copy_blocks, shelves
 from kvevents_service.transfer.crew import Crew, default_threads
+from kvevents_service.transfer.cuda_device import HostSpan
+from kvevents_service.transfer.cuda_memory import CudaMemory
+from kvevents_service.transfer.marks import Marks
 from kvevents_service.transfer.memory import BlockMemory, widest
+from kvevents_service.transfer.pieces import pieces_of, slot_rows
 from kvevents_service.transfer.sheet import sheets_of
 
 MIN_PART_BYTES = 4 * 1024 * 1024
@@ -30,8 +34,14 @@ class BlocksLost(KvEventsError):
         self.slots = slots
 
 
+Rest = Callable[[], None]
+"""Waits for the end of a copy that was begun. May be called in another thread."""
+
+
 class Arena(Protocol):
     """Slots of `block_bytes` bytes. `store` and `load` copy pairwise, and may each run in a thread of its own.
+
+    They return None when the bytes are there, or what waits for that: a device copies by itself.
 
     An exception means that the bytes did not come over; what was written to is then worth nothing. `BlocksLost`
     from a load says which slots will never come over again.
@@ -39,10 +49,10 @@ class Arena(Protocol):
 
     block_bytes: int
 
-    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
+    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> Rest | None:
         """Engine blocks -> slots."""
 
-    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
+    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> Rest | None:
         """Slots -> engine blocks."""
 
 
@@ -100,27 +110,45 @@ class HostArena:
             raise ConfigError("host_bytes", f"an amount this machine can map ({error.strerror})") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def view(self, dtype: torch.dtype) -> torch.Tensor:
         """The arena as a tensor [slots, block_bytes / itemsize]; block_bytes is a multiple of the item size."""
         return torch.frombuffer(self._map, dtype=dtype).view(self.slots, -1)
 
-    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
-        engine, host = self._sides(memory, blocks, slots)
-        self._perform(self._crews.store, host, engine, Moves.of(slots, blocks))
+    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> Rest | None:
+        self._check(memory, blocks, slots)
+        moves = Moves.of(slots, blocks)
+        if isinstance(memory, CudaMemory):
+            return self._begin("store", memory, moves)
+        self._perform(self._crews.store, *self._sides(memory), moves)
+        return None
 
-    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
-        engine, host = self._sides(memory, blocks, slots)
-        self._perform(self._crews.load, engine, host, Moves.of(blocks, slots))
+    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> Rest | None:
+        self._check(memory, blocks, slots)
+        moves = Moves.of(blocks, slots)
+        if isinstance(memory, CudaMemory):
+            return self._begin("load", memory, moves)
+        self._perform(self._crews.load, *self._sides(memory)[::-1], moves)
+        return None
 
-    def _sides(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> tuple[Side, Side]:
-        """Both sides of each sheet. ValueError for a copy that leaves them."""
+    def _begin(self, kind: str, memory: CudaMemory, moves: Moves) -> Rest:
+        host = slot_rows(memory.rows, self._address, self.block_bytes)
+        targets, sources = (host, memory.rows) if kind == "store" else (memory.rows, host)
+        span = HostSpan(self._address, self.slots * self.block_bytes, self._map, self)
+        return memory.device.begin(kind, pieces_of(targets, sources, moves), memory.after(), span)
+
+    def _check(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
+        """ValueError for a copy that leaves one of its sides."""
         if len(blocks) != len(slots):
             raise ValueError(f"{len(blocks)} blocks for {len(slots)} slots")
         _check_within("blocks", blocks, memory.blocks)
         _check_within("slots", slots, self.slots)
+
+    def _sides(self, memory: BlockMemory) -> tuple[Side, Side]:
+        """The arena's side of each sheet, and the memory's."""
         host = shelves(self.view(memory.dtype), memory.sheets)
-        return [sheet.blocks for sheet in memory.sheets], host
+        return host, [sheet.blocks for sheet in memory.sheets]
 
     def _perform(self, crew: Crew, targets: Side, sources: Side, moves: Moves) -> None:
         parts = min(crew.threads, moves.blocks * self.block_bytes // MIN_PART_BYTES) or 1
@@ -142,6 +170,7 @@ class ArenaMemory:
     """A host arena as memory that another arena stores from and loads into: one region, a slot a block."""
 
     def __init__(self, arena: HostArena) -> None:
+        self.marks = Marks()
         self.dtype = widest(arena.block_bytes)
         self.views = [arena.view(self.dtype)]
         self.sheets = sheets_of(self.views)

@@ -70,12 +70,12 @@ def _numbers(values: array[int]) -> Numbers:
 
 def _runs(*columns: Numbers) -> Iterator[tuple[int, ...]]:
     """The first row of each run, and its length."""
-    starts = _starts(*columns)
+    starts = run_starts(*columns)
     lengths = np.diff(starts, append=len(columns[0]))
     return zip(*(column[starts].tolist() for column in columns), lengths.tolist(), strict=True)
 
 
-def _starts(*columns: Numbers) -> Numbers:
+def run_starts(*columns: Numbers) -> Numbers:
     """Rows at which a column does not go on by 1."""
     if not len(columns[0]):
         return np.empty(0, dtype=np.int64)
@@ -100,8 +100,8 @@ def shelves(host: torch.Tensor, sheets: Sequence[Sheet]) -> list[torch.Tensor]:
 
 def _copy(target: torch.Tensor, source: torch.Tensor, moves: Moves) -> None:
     block_bytes = target.shape[1] * target.shape[2] * target.itemsize
-    mean_bytes = block_bytes * moves.blocks // len(_starts(*moves))
-    if mean_bytes < LARGE_BYTES and moves.blocks >= MIN_GATHER * len(_starts(moves.targets)):
+    mean_bytes = block_bytes * moves.blocks // len(run_starts(*moves))
+    if mean_bytes < LARGE_BYTES and moves.blocks >= MIN_GATHER * len(run_starts(moves.targets)):
         _gather(target, source, moves)
     elif mean_bytes >= LARGE_BYTES or target.shape[1] > 2:
         _copy_runs(target, source, moves)

@@ -15,6 +15,9 @@ from typing import Protocol
 import torch
 
 from kvevents_service.errors import ControlError
+from kvevents_service.transfer.cuda_device import cuda_devices
+from kvevents_service.transfer.cuda_memory import attach_cuda
+from kvevents_service.transfer.marks import Marks
 from kvevents_service.transfer.sheet import Sheet, sheets_of
 from kvevents_service.wire.control import Memory, Region
 
@@ -25,7 +28,7 @@ class BlockMemory(Protocol):
     """Where blocks are, region by region: an engine's memory, or a host arena that stands in its place.
 
     `views[r]` is a tensor [blocks, block_sizes[r] / itemsize] of `dtype`, the same for all regions; `sheets` are
-    the same bytes in fewer tensors.
+    the same bytes in fewer tensors. Memory on a GPU has neither, but rows by address.
     """
 
     views: list[torch.Tensor]
@@ -34,9 +37,17 @@ class BlockMemory(Protocol):
     blocks: int
     block_sizes: tuple[int, ...]
     block_bytes: int
+    marks: Marks
 
     def intact(self) -> bool:
         """False if it must not be touched any more."""
+
+
+class SessionMemory(BlockMemory, Protocol):
+    """An engine's memory, as its session holds it."""
+
+    def close(self) -> None:
+        """Let go of it. No copy that touches it may be running. May take long."""
 
 
 class EngineMemory:
@@ -48,6 +59,7 @@ class EngineMemory:
     def __init__(self, maps: list[mmap.mmap], regions: Sequence[Region], fds: Sequence[int] = ()) -> None:
         self._fds = list(fds)
         self._sizes = [len(mapping) for mapping in maps]
+        self.marks = Marks()
         self.regions = tuple(regions)
         self.blocks = min(region.blocks for region in regions)
         self.block_sizes = tuple(region.block_bytes for region in regions)
@@ -91,7 +103,19 @@ def _view(buffer: torch.Tensor, region: Region, unit: int) -> torch.Tensor:
     return torch.as_strided(buffer, shape, (region.stride_bytes // unit, 1), region.offset_bytes // unit)
 
 
-def attach(memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[int]) -> EngineMemory:
+def attach(
+    memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[int], events: Sequence[bytes] = ()
+) -> SessionMemory:
+    """Open an engine's memory, wherever it is. Takes ownership of `fds`. ControlError: it cannot be meant."""
+    if not any(memory.cuda for memory in memories):
+        return map_memory(memories, regions, fds)
+    for fd in fds:
+        os.close(fd)
+    check_regions(memories, regions)
+    return attach_cuda(memories, regions, events, cuda_devices)
+
+
+def map_memory(memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[int]) -> EngineMemory:
     """Map an engine's memory. Takes ownership of `fds`: they are closed, whatever happens.
 
     Raises ControlError when a size, a region or a descriptor does not fit what was announced.

@@ -79,7 +79,7 @@ async def test_what_is_queued_on_memory_that_is_gone_fails_at_once_and_nothing_e
     worker: CopyWorker, memory: EngineMemory
 ) -> None:
     gate = threading.Event()
-    worker._executor.submit(gate.wait)
+    worker._copier.submit(gate.wait)
     other = engine_memory()
     running, queued, others = (
         worker.submit(transfer([i], [i]), one) for i, one in enumerate([memory, memory, other])
