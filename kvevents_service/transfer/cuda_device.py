@@ -99,7 +99,7 @@ class CudaDevice:
         except CudaError as error:
             self._drain(stream)
             raise self._noted(error) from error
-        return partial(self._wait, event)
+        return partial(self._wait, stream, event)
 
     def _copy(self, pieces: Pieces, stream: int, *, batch: bool) -> None:
         for part in pieces.parts(PIECES_A_CALL):
@@ -115,11 +115,12 @@ class CudaDevice:
         except CudaError as error:
             self._noted(error)
 
-    def _wait(self, event: int) -> None:
+    def _wait(self, stream: int, event: int) -> None:
         try:
             self.enter()
             self.driver.call("cuEventSynchronize", event)
         except CudaError as error:
+            self._drain(stream)
             raise self._noted(error) from error
         with self._lock:
             self._events.append(event)
