@@ -76,9 +76,10 @@ class Event:
 
 
 class Stream:
-    """Does what it is given, in order, as long as its gate is open."""
+    """Does what it is given, in order, as long as its gate is open, after `slow_s` each."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow_s: float) -> None:
+        self.slow_s = slow_s
         self.gate = threading.Event()
         self.gate.set()
         self._work: queue.Queue[Callable[[], object]] = queue.Queue()
@@ -91,6 +92,7 @@ class Stream:
         while True:
             work = self._work.get()
             self.gate.wait()
+            time.sleep(self.slow_s)
             work()
 
     def finish(self) -> None:
@@ -103,7 +105,11 @@ class CpuLibrary:
     """One device. `fail[name] = code`: the next call of this function fails. `lost`: what all say from now on."""
 
     def __init__(
-        self, *, batches: str | None = "cuMemcpyBatchAsync_v2", uuid_bytes: bytes = b"cpu".ljust(16)
+        self,
+        *,
+        batches: str | None = "cuMemcpyBatchAsync_v2",
+        uuid_bytes: bytes = b"cpu".ljust(16),
+        slow_s: float = 0.0,
     ) -> None:
         self.uuid = uuid_bytes
         self.fail: dict[str, int] = {}
@@ -115,6 +121,7 @@ class CpuLibrary:
         self.open: dict[int, SharedFile] = {}
         self.pinned: dict[int, int] = {}
         self.legacy = True
+        self.slow_s = slow_s
         self._current = threading.local()
         self._ids = iter(range(0x1000, 1 << 30))
         for name, types in (SIGNATURES | NEWER).items():
@@ -235,7 +242,7 @@ class CpuLibrary:
 
     def _cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: int) -> None:
         number = next(self._ids)
-        self.streams[number] = Stream()
+        self.streams[number] = Stream(self.slow_s)
         stream[0] = number
 
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
