@@ -25,7 +25,6 @@ from kvevents_service.cuda import HANDLE_BYTES, NEWER, SIGNATURES, Handle
 
 SHM = Path("/dev/shm")
 POLL_S = 0.0005
-DEADLINE_S = 30.0
 INVALID_VALUE, INVALID_CONTEXT, ILLEGAL_ADDRESS = 1, 201, 700
 CONTEXT = 0xC0DE
 
@@ -53,10 +52,23 @@ class SharedFile:
 
 
 class Event:
-    """Two counters: how often it was recorded, and how far that has come."""
+    """Two counters, how often it was recorded and how far that has come, and whose it is.
+
+    Nobody waits for what a dead process has recorded.
+    """
 
     def __init__(self, file: SharedFile) -> None:
         self.file = file
+
+    @classmethod
+    def made(cls) -> Event:
+        event = cls(SharedFile(f"kvevents-cpu-{os.getpid()}-{uuid.uuid4().hex}", 24))
+        struct.pack_into("<Q", event.file.map, 16, os.getpid())
+        return event
+
+    @property
+    def owned(self) -> bool:
+        return Path("/proc", str(struct.unpack_from("<Q", self.file.map, 16)[0])).exists()
 
     def read(self) -> tuple[int, int]:
         return struct.unpack_from("<QQ", self.file.map)
@@ -70,8 +82,7 @@ class Event:
         struct.pack_into("<Q", self.file.map, 8, number)
 
     def wait(self, number: int) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while self.read()[1] < number and time.monotonic() < deadline:
+        while self.read()[1] < number and self.owned:
             time.sleep(POLL_S)
 
 
@@ -150,7 +161,7 @@ class CpuLibrary:
 
     def allocate(self, size: int) -> int:
         """Device memory; returns its address."""
-        file = SharedFile(f"kvevents-cpu-{uuid.uuid4().hex}", size)
+        file = SharedFile(f"kvevents-cpu-{os.getpid()}-{uuid.uuid4().hex}", size)
         self.memory[file.address] = file
         return file.address
 
@@ -225,7 +236,7 @@ class CpuLibrary:
 
     def _cuEventCreate(self, event: Any, flags: int) -> None:
         number = next(self._ids)
-        self.events[number] = Event(SharedFile(f"kvevents-cpu-{uuid.uuid4().hex}", 16))
+        self.events[number] = Event.made()
         event[0] = number
 
     def _cuEventDestroy(self, event: int) -> None:
