@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
-from kvevents_service.config import ServeConfig, TierSettings
+from kvevents_service.config import ServeConfig
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.cut import StateSource
 from kvevents_service.core.groups import check_groups
@@ -70,7 +70,7 @@ class Sidecar:
         self.roster = Roster()
         self.tier: OpenTier | None = None
         self.draining = False
-        self._storage = _storage(config.tier)
+        self._storage = _storage(config)
         self._reports = RankReports()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -319,8 +319,11 @@ class Sidecar:
         return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)
 
 
-def _storage(tier: TierSettings) -> Storage:
-    return HostStorage() if tier.directory is None else DiskStorage(tier.directory, tier.size_bytes)
+def _storage(config: ServeConfig) -> Storage:
+    tier = config.tier
+    if tier.directory is not None:
+        return DiskStorage(tier.directory, tier.size_bytes)
+    return HostStorage(config.copy_threads, hugetlb=config.host_hugetlb)
 
 
 def _head(hello: Hello) -> Head:

@@ -22,6 +22,8 @@ from kvevents_service.transfer.sheet import sheets_of
 
 MIN_PART_BYTES = 4 * 1024 * 1024
 """Less is not worth another thread."""
+MAP_HUGETLB = 0x40000  # Linux; not in the mmap module before 3.13
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 Side = list[torch.Tensor]
 
@@ -76,16 +78,20 @@ class Crews(NamedTuple):
 
 
 class HostStorage:
-    """The memory of this machine. Each direction copies with `threads` threads."""
+    """The memory of this machine. Each direction copies with `threads` threads.
+
+    `hugetlb`: of the huge pages that the system has set aside, instead of those that it finds.
+    """
 
     medium = "CPU"
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, *, hugetlb: bool = False) -> None:
+        self.hugetlb = hugetlb
         threads = default_threads() if threads is None else threads
         self._crews = Crews(Crew(threads, "kvevents-store-crew"), Crew(threads, "kvevents-load-crew"))
 
     def arenas(self, slots: int, block_sizes: Sequence[int]) -> Sequence[Arena]:
-        return [HostArena(slots, block_bytes, self._crews) for block_bytes in block_sizes]
+        return [HostArena(slots, block_bytes, self._crews, hugetlb=self.hugetlb) for block_bytes in block_sizes]
 
     def close(self) -> None:
         """Memory goes with its arenas."""
@@ -97,24 +103,42 @@ ALONE = Crews(Crew(), Crew())
 """The thread that asks for a copy makes it."""
 
 
+def _anonymous(size_bytes: int) -> mmap.mmap:
+    """Memory of huge pages, as far as the system has them when it is first touched."""
+    try:
+        made = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ConfigError("host_bytes", f"an amount this machine can map ({error.strerror})") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return made
+
+
+def _hugetlb(size_bytes: int) -> mmap.mmap:
+    """Memory of huge pages that were set aside: all of it is taken now."""
+    whole = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    try:
+        return mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_HUGETLB)
+    except OSError as error:
+        pages = whole // HUGE_PAGE_BYTES
+        expected = f"false, or {pages} free pages of 2 MiB in /proc/sys/vm/nr_hugepages ({error.strerror})"
+        raise ConfigError("host_hugetlb", expected) from error
+
+
 class HostArena:
     """Memory for `slots` blocks. A slot holds a block's regions one after another."""
 
-    def __init__(self, slots: int, block_bytes: int, crews: Crews = ALONE) -> None:
+    def __init__(self, slots: int, block_bytes: int, crews: Crews = ALONE, *, hugetlb: bool = False) -> None:
         self.slots = slots
         self.block_bytes = block_bytes
         self._crews = crews
-        try:
-            self._map = mmap.mmap(-1, slots * block_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise ConfigError("host_bytes", f"an amount this machine can map ({error.strerror})") from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = _hugetlb(slots * block_bytes) if hugetlb else _anonymous(slots * block_bytes)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def view(self, dtype: torch.dtype) -> torch.Tensor:
         """The arena as a tensor [slots, block_bytes / itemsize]; block_bytes is a multiple of the item size."""
-        return torch.frombuffer(self._map, dtype=dtype).view(self.slots, -1)
+        words = self.slots * self.block_bytes // dtype.itemsize
+        return torch.frombuffer(self._map, dtype=dtype, count=words).view(self.slots, -1)
 
     def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> Rest | None:
         self._check(memory, blocks, slots)

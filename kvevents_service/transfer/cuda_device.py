@@ -28,6 +28,7 @@ from kvevents_service.cuda import (
 )
 from kvevents_service.errors import KvEventsError
 from kvevents_service.transfer.pieces import Pieces
+from kvevents_service.transfer.placement import node_of, prefer_node
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class CudaDevice:
         self._pinning = threading.Lock()
         self._pinned: dict[int, bool] = {}
         self._events: list[int] = []
+        self.node = node_of(driver.pci_address(ordinal))
         device = driver.number("cuDeviceGet", ordinal)
         self._context = driver.address("cuDevicePrimaryCtxRetain", device)
         self.enter()
@@ -150,6 +152,8 @@ class CudaDevice:
             return self._pinned[host.address]
 
     def _register(self, host: HostSpan) -> bool:
+        if self.node is not None and prefer_node(host.address, host.size_bytes, self.node):
+            self.counters["placed_bytes"] += host.size_bytes
         try:
             self.driver.call("cuMemHostRegister_v2", host.address, host.size_bytes, HOST_REGISTER_PORTABLE)
         except CudaError as error:
