@@ -70,8 +70,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `host_bytes` is the size of the CPU tier (1 GiB if nothing is said). With `disk_path`, a directory, and
     `disk_bytes` the tier is a file there instead. `host_blocks` and `disk_blocks` cap the tier in blocks.
-    `copy_threads`: how many threads copy in each direction; 2, or 1 on a machine of fewer than 4 cores, if nothing is
-    said. `host_hugetlb` takes the tier's memory from the huge pages that the system has set aside.
+    `copy_threads` copy in each direction; if nothing is said 2, or 1 on a machine of fewer than 4 cores.
+    `host_hugetlb` takes the tier's memory from the huge pages that the system has set aside.
     `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other
     machines can reach need `allow_remote`: events carry prompt tokens.
     `pub` to `dp_rank` describe one output; `outputs` stand in their place. `labels` fill in topics.

@@ -10,6 +10,7 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1
 _MASK_BITS = 1024
+"""The kernel wants to be told one more."""
 
 
 def node_of(pci_address: str, devices: Path = PCI_DEVICES) -> int | None:
@@ -37,7 +38,7 @@ def prefer_node(address: int, size_bytes: int, node: int) -> bool:
         ctypes.c_ulong(size_bytes),
         _PREFERRED,
         mask,
-        ctypes.c_ulong(_MASK_BITS),
+        ctypes.c_ulong(_MASK_BITS + 1),
         0,
     )
     done: int = ctypes.CDLL(None).syscall(ctypes.c_long(number), *arguments)

@@ -51,7 +51,7 @@ def free_huge_pages() -> int:
 def test_huge_pages_that_were_not_set_aside_name_their_setting() -> None:
     if free_huge_pages() > 1:
         pytest.skip("this machine has huge pages")
-    with pytest.raises(ConfigError, match="host_hugetlb.* 2 free pages"):
+    with pytest.raises(ConfigError, match=r"host_hugetlb.* 2 free pages"):
         HostStorage(1, hugetlb=True).arenas(3, [1 << 20])
 
 
