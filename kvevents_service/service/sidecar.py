@@ -27,6 +27,7 @@ from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.roster import Engine, Head, Roster, Session
 from kvevents_service.transfer.arena import HostStorage, Storage
+from kvevents_service.transfer.cuda_device import device_stats
 from kvevents_service.transfer.disk import DiskStorage
 from kvevents_service.transfer.lanes import Lanes
 from kvevents_service.transfer.memory import SessionMemory
@@ -297,6 +298,7 @@ class Sidecar:
             **self.publisher.stats(),
             "bytes_moved": self._bytes_moved + moved,
             **self._reports.counters,
+            **device_stats(),
             "sessions": len(self.roster.engines),
             "workers": self.roster.workers,
             "copies": self._copies,

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 PIECES_A_CALL = 4096
 KINDS = ("store", "load")
+COUNTERS = ("errors", "close_errors", "pinned_bytes", "unpinned_bytes", "placed_bytes")
 
 
 class DeviceFailed(KvEventsError):
@@ -186,6 +187,15 @@ class CudaDevices:
     def __repr__(self) -> str:
         return f"<CudaDevices {list(self._open.values())}>"
 
+    def stats(self) -> dict[str, int]:
+        """Of all devices together."""
+        devices = list(self._open.values())
+        total = sum((device.counters for device in devices), Counter[str]())
+        failed = sum(bool(device.failed) for device in devices)
+        return {"cuda_devices": len(devices), "cuda_devices_failed": failed} | {
+            f"cuda_{name}": total[name] for name in COUNTERS
+        }
+
     def find(self, uuid: bytes) -> CudaDevice:
         """LookupError if this process cannot see the device. CudaError if it cannot be used."""
         with self._lock:
@@ -204,3 +214,8 @@ class CudaDevices:
 def cuda_devices() -> CudaDevices:
     """Those of this machine. CudaMissing where there is no driver."""
     return CudaDevices(load_driver())
+
+
+def device_stats() -> dict[str, int]:
+    """Counters of the devices that engines have brought; empty as long as none has."""
+    return cuda_devices().stats() if cuda_devices.cache_info().currsize else {}

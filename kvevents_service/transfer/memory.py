@@ -169,10 +169,20 @@ def _map_fd(fd: int, memory: Memory) -> mmap.mmap:
     held = os.fstat(fd).st_size
     if held < memory.size_bytes:
         raise ControlError("bad_memory", "size_bytes", f"at most {held}, the size of the shared object")
+    if memory.shm_name is not None:
+        _take_space(fd, memory.size_bytes)
     try:
         return mmap.mmap(fd, memory.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ControlError("bad_memory", "memories", f"a mappable descriptor ({error})") from error
+
+
+def _take_space(fd: int, size_bytes: int) -> None:
+    """All pages of an object in /dev/shm: to write to one that cannot be had would end this process (SIGBUS)."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        raise ControlError("bad_memory", "memories", f"room for it in {SHM_DIR} ({error.strerror})") from error
 
 
 def _check_seals(fd: int) -> None:

@@ -152,6 +152,22 @@ def test_the_other_device_goes_on(one: GpuWorld) -> None:
     other.library.forget()
 
 
+def test_the_counters_of_all_devices_are_told_together(one: GpuWorld) -> None:
+    memory, arena = one.attach(), HostArena(SLOTS, BLOCK_BYTES)
+    done(arena.store(memory, numbered([0]), numbered([0])))
+    one.library.lost = ILLEGAL_ADDRESS
+    with pytest.raises(CudaError):
+        arena.store(memory, numbered([0]), numbered([0]))
+    stats = one.devices.stats()
+    assert (stats["cuda_devices"], stats["cuda_devices_failed"]) == (1, 1)
+    assert (stats["cuda_errors"], stats["cuda_pinned_bytes"]) == (2, SLOTS * BLOCK_BYTES)
+
+
+def test_machines_without_devices_have_no_counters_of_them() -> None:
+    cuda_device.cuda_devices.cache_clear()
+    assert cuda_device.device_stats() == {}
+
+
 # pinned memory
 
 
