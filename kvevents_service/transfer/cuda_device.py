@@ -59,7 +59,7 @@ class CudaDevice:
         self.failed = ""
         self.counters: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._pinning = threading.Lock()
+        self._pinning = threading.RLock()  # an arena may end, and be unpinned, in the middle of a call
         self._pinned: dict[int, bool] = {}
         self._events: list[int] = []
         self.node = node_of(driver.pci_address(ordinal))
