@@ -21,6 +21,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 SCHEMES = ("tcp://", "ipc://")
 _SNAPSHOT_DIALECTS = " or ".join(name for name, dialect in DIALECTS.items() if dialect.publisher_id)
 MAX_INT32 = (1 << 31) - 1
+MAX_COPY_THREADS = 64
 MAX_TOPIC_BYTES = 512
 """A subscription is at most 1 KiB."""
 MIN_HEARTBEAT_S = 0.01
@@ -93,6 +94,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `host_bytes` is the size of the CPU tier (1 GiB if nothing is said). With `disk_path`, a directory, and
     `disk_bytes` the tier is a file there instead; with `host_bytes` besides, there are both, the disk behind the
     host's memory. `host_blocks` and `disk_blocks` cap a tier in blocks.
+    `copy_threads` copy in each direction; if nothing is said 2, or 1 on a machine of fewer than 4 cores.
+    `host_hugetlb` takes the tier's memory from the huge pages that the system has set aside.
     `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other
     machines can reach need `allow_remote`: events carry prompt tokens.
     `pub` to `hash_salt_file` describe one output; `outputs` stand in their place. `labels` fill in topics.
@@ -104,6 +107,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_socket: str = msgspec.field(default_factory=default_engine_socket)
     host_bytes: int | None = None
     host_blocks: int | None = None
+    host_hugetlb: bool = False
+    copy_threads: int | None = None
     disk_path: str | None = None
     disk_bytes: int | None = None
     disk_blocks: int | None = None
@@ -132,6 +137,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self._check_tier()
+        threads = self.copy_threads
+        _expect(threads is None or 0 < threads <= MAX_COPY_THREADS, "copy_threads", f"1 to {MAX_COPY_THREADS}")
         for setting in ("retained_batches", "retained_bytes", "send_high_water_mark"):
             _expect(getattr(self, setting) > 0, setting, "a positive whole number")
         for setting in ("requests_per_s", "answer_bytes_per_s"):

@@ -27,8 +27,8 @@ TORCH_CHECK = Path("cli/serve.py")
 MAY_IMPORT = {
     "wire": {"wire", "errors"},
     "core": {"core", "wire", "errors"},
-    "transfer": {"transfer", "core", "wire", "errors"},
-    "engine": {"engine", "core", "wire", "errors"},
+    "transfer": {"transfer", "core", "wire", "errors", "cuda"},
+    "engine": {"engine", "core", "wire", "errors", "cuda"},
     "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets", "curve", "handshakes"},
     "cli": {
         *("cli", "subscriber", "service", "wire", "core", "config", "errors", "sockets", "engine"),

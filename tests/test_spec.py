@@ -241,14 +241,15 @@ class Engine:
 HELLO = [
     *("hello", 1, "engine", "example-0", "example/model-a", HASH_BYTES),
     [[0, "full_attention", BLOCK_TOKENS, None, True, False]],
-    [[BLOCKS * BLOCK_BYTES, None]],
+    [[BLOCKS * BLOCK_BYTES, None, None]],
     [["layer.0", 0, 0, BLOCK_BYTES, BLOCK_BYTES, BLOCKS]],
     0,
     1,
     0,
+    [],
 ]
 OFFER = ["req-1", 0, b"".join(HASHES), int32s(TOKENS), int32s([0, 1, 2]), None, None, None, None, None]
-STEP = ["step", 1, [OFFER], [], []]
+STEP = ["step", 1, [OFFER], [], [], None]
 LOOKUP = ["lookup", 2, "req-2", b"".join(HASHES), 10.0, 0, False]
 
 
@@ -344,7 +345,7 @@ def storing_and_loading(sidecar: dict[str, Any], engine: Engine) -> None:
     assert frame(LOOKUP) == BLOCKS_OF_SPEC["lookup"]
     hit = engine.ask(LOOKUP)
     assert frame(hit) == BLOCKS_OF_SPEC["hit"]
-    load = ["load", 3, "req-2", hit[3], int32s([3, 4, 5]), None]
+    load = ["load", 3, "req-2", hit[3], int32s([3, 4, 5]), None, None]
     assert frame(load) == BLOCKS_OF_SPEC["load"]
     assert frame(engine.ask(load)) == BLOCKS_OF_SPEC["loaded"]
     half = 3 * BLOCK_BYTES

@@ -66,13 +66,20 @@ class OffloadClient(Registration):
     # the step loop
 
     def step(
-        self, offers: Sequence[Offer], finished: Sequence[str] = (), preempted: Sequence[str] = ()
+        self,
+        offers: Sequence[Offer],
+        finished: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+        mark: int | None = None,
     ) -> int | None:
         """Tell what one scheduler step finished. Returns the step's number; None: dropped, nothing is held.
 
-        The offered blocks must stay as they are until `poll` returns this number.
+        The offered blocks must stay as they are until `poll` returns this number. `mark`: the blocks are computed
+        when every rank's device has got there; its client tells (`mark`), before or after this.
         """
-        return self._number("steps", lambda number: Step(number, list(offers), list(finished), list(preempted)))
+        return self._number(
+            "steps", lambda number: Step(number, list(offers), list(finished), list(preempted), mark)
+        )
 
     def lookup(
         self,
@@ -97,15 +104,20 @@ class OffloadClient(Registration):
                     return PrefixHit(answer.blocks, answer.lease_id)
         return NO_HIT
 
-    def load(self, request_id: str, hit: PrefixHit, block_ids: bytes, units: int | None = None) -> int | None:
+    def load(
+        self, request_id: str, hit: PrefixHit, block_ids: bytes, units: int | None = None, mark: int | None = None
+    ) -> int | None:
         """Start loading a hit, or its first `units`, into these blocks (packed int32). None: refused, recompute.
 
-        The blocks must not be touched until `poll` returns this number.
+        The blocks must not be touched until `poll` returns this number. `mark`: what used them before is computed
+        when every rank's device has got there.
         """
         with self._forgiven("load"):
             lease_id = hit.lease_id
             if lease_id is not None:
-                return self._number("loads", lambda number: Load(number, request_id, lease_id, block_ids, units))
+                return self._number(
+                    "loads", lambda number: Load(number, request_id, lease_id, block_ids, units, mark)
+                )
         return None
 
     def release(self, hit: PrefixHit) -> None:
@@ -164,6 +176,7 @@ class OffloadClient(Registration):
             list(layout.regions),
             layout.hash_tokens,
             layout.ranks,
+            events=list(layout.events),
         )
 
 

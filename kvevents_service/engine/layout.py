@@ -33,6 +33,7 @@ class EngineLayout(NamedTuple):
     """What an engine tells the sidecar about itself.
 
     `namespace` must differ whenever KV bytes of equal hashes would differ: model, revision, dtype, layout.
+    `events` are handles of CUDA events that `OffloadClient.mark` tells of (`engine.cuda.ComputeEvents`).
     `fds` holds one descriptor for each memory without a shm_name, in order; the client never closes them.
     With several `ranks`, memories and regions stay empty: each rank's `RankClient` brings its own. `engine_id` is
     then a name that no other run of an engine has. Without groups it is no engine, but an observer.
@@ -47,6 +48,7 @@ class EngineLayout(NamedTuple):
     hash_bytes: int = 32
     hash_tokens: int = 0
     ranks: int = 1
+    events: Sequence[bytes] = ()
 
 
 def uniform_layers(layers: int, blocks: int, block_bytes: int) -> list[Region]:

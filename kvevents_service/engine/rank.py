@@ -21,7 +21,7 @@ class RankLayout(NamedTuple):
     """One rank's part of an engine's memory.
 
     `engine_id` is that of the engine's own layout, and names one run of it: memory that outlives a run must not be
-    taken for the next one's. `ranks` is the engine's, too. `fds` as in `EngineLayout`.
+    taken for the next one's. `ranks` is the engine's, too. `fds` and `events` as in `EngineLayout`.
     """
 
     engine_id: str
@@ -30,6 +30,7 @@ class RankLayout(NamedTuple):
     memories: Sequence[Memory]
     regions: Sequence[Region]
     fds: Sequence[int] = ()
+    events: Sequence[bytes] = ()
 
 
 class RankClient(Registration):
@@ -49,6 +50,7 @@ class RankClient(Registration):
             regions=list(layout.regions),
             ranks=layout.ranks,
             rank=layout.rank,
+            events=list(layout.events),
         )
 
     def _wait_disconnected(self) -> bool:

@@ -10,7 +10,7 @@ from kvevents_service.engine.connection import dial
 from kvevents_service.engine.line import Line
 from kvevents_service.engine.link import Link
 from kvevents_service.errors import SidecarGone
-from kvevents_service.wire.control import Hello
+from kvevents_service.wire.control import Hello, Mark
 
 
 class Timeouts(NamedTuple):
@@ -37,6 +37,7 @@ class Registration:
         self._line = Line(self.timeouts.send_s)
         self.counters = self._line.counters
         self._closing = False
+        self._marked: int | None = None
         self._keeper = threading.Thread(target=self._keep, name="kvevents-dial", daemon=True)
         self._keeper.start()
 
@@ -62,6 +63,14 @@ class Registration:
         """Wait until registered. For start-up; the step loop never needs it."""
         with self._line.changed:
             return self._line.changed.wait_for(lambda: self.connected or self._closing, wait_s)
+
+    def mark(self, number: int) -> bool:
+        """Tell how far the device has been told to compute (`Mark`): for a session with memory. Numbers rise.
+
+        False: the sidecar is away; it is told when it is back.
+        """
+        self._marked = number
+        return self._line.send(Mark(number))
 
     def close(self, wait_s: float = 1.0) -> bool:
         """Leave. True once the sidecar has let go of our memory.
@@ -106,5 +115,7 @@ class Registration:
         with self._line.lock:
             if self._closing:
                 link.connection.close()
-            else:
-                self._line.adopt(link)
+                return
+            self._line.adopt(link)
+            if self._marked is not None:
+                self._line.send(Mark(self._marked))

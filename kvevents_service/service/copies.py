@@ -47,7 +47,7 @@ class Copies:
             if holder is not None:
                 holder.copies += 1
             self.running += 1
-            future = lane.submit(transfer, memory)
+            future = lane.submit(transfer, memory, None if engine is None else engine.mark)
             future.add_done_callback(partial(self._rank_ended, rank, holder, engine, tier))
 
     def _rank_ended(

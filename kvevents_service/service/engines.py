@@ -17,7 +17,7 @@ from kvevents_service.service.rarely import is_told
 from kvevents_service.service.session import EngineSession
 from kvevents_service.service.sidecar import Sidecar
 from kvevents_service.sockets import is_stale
-from kvevents_service.transfer.memory import EngineMemory, attach
+from kvevents_service.transfer.memory import SessionMemory, attach
 from kvevents_service.wire.control import Error
 from kvevents_service.wire.framing import encode_message
 
@@ -126,18 +126,19 @@ class EnginePlane:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: session, sock)
         except BaseException:
             session.connection_lost(None)
+            await session.closed  # so that its place is free when the peer hears of it
             raise
         self.sessions.add(session)
         session.closed.add_done_callback(lambda _: self.sessions.discard(session))
         log.info("session %d: %s %r", session.session_id, hello.role, hello.engine_id[:64])
         session.send(welcome)
 
-    async def _attach(self, greeting: Greeting) -> EngineMemory | None:
+    async def _attach(self, greeting: Greeting) -> SessionMemory | None:
         hello, fds = greeting
         bare = not (hello.memories or hello.regions or fds)
         if hello.role == "worker" or (hello.role == "engine" and not bare):
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(None, attach, hello.memories, hello.regions, fds)
+            return await loop.run_in_executor(None, attach, hello.memories, hello.regions, fds, hello.events)
         for fd in fds:
             os.close(fd)
         return None

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvevents_service.config import TierSettings
+from kvevents_service.config import ServeConfig, TierSettings
 from kvevents_service.core.cascade import Cascade
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.scheduler import OffloadScheduler
@@ -58,9 +58,9 @@ class OpenTier(NamedTuple):
 class Tiers:
     """What the settings ask for, the first tier first. Makes one open tier after the other."""
 
-    def __init__(self, settings: Sequence[TierSettings], clock: Callable[[], float]) -> None:
-        self.settings = settings
-        self.storages = [_storage(tier) for tier in settings]
+    def __init__(self, config: ServeConfig, clock: Callable[[], float]) -> None:
+        self.settings = config.tiers
+        self.storages = [_storage(tier, config) for tier in self.settings]
         self._clock = clock
 
     def capacities(self, block_sizes: Sequence[int]) -> list[int]:
@@ -105,8 +105,10 @@ def carry_on(before: OpenTier, after: OpenTier) -> None:
         new.counters.update(old.counters)
 
 
-def _storage(tier: TierSettings) -> Storage:
-    return HostStorage() if tier.directory is None else DiskStorage(tier.directory, tier.size_bytes)
+def _storage(tier: TierSettings, config: ServeConfig) -> Storage:
+    if tier.directory is not None:
+        return DiskStorage(tier.directory, tier.size_bytes)
+    return HostStorage(config.copy_threads, hugetlb=config.host_hugetlb)
 
 
 def _capacity(tier: TierSettings, block_bytes: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 from kvevents_service.errors import ControlError
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import SessionMemory
 from kvevents_service.wire.control import GroupSpec, Hello, SidecarMessage
 
 
@@ -19,7 +19,8 @@ class Session(Protocol):
     """What the sidecar needs of a connection."""
 
     session_id: int
-    memory: EngineMemory | None
+    memory: SessionMemory | None
+    mark: int | None
     copies: int
     closed: asyncio.Future[None]
 

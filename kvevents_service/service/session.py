@@ -15,7 +15,7 @@ from typing import Any
 
 from kvevents_service.errors import ControlError, WireError
 from kvevents_service.service.sidecar import Sidecar
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.memory import SessionMemory
 from kvevents_service.wire.control import (
     ClientMessage,
     Error,
@@ -23,6 +23,7 @@ from kvevents_service.wire.control import (
     Inspect,
     Load,
     Lookup,
+    Mark,
     Release,
     Reset,
     SidecarMessage,
@@ -41,9 +42,10 @@ FRAMES_PER_TURN = 32
 class EngineSession(asyncio.Protocol):
     """The protocol of one session, after its hello."""
 
-    def __init__(self, session_id: int, sidecar: Sidecar, memory: EngineMemory | None, role: str) -> None:
+    def __init__(self, session_id: int, sidecar: Sidecar, memory: SessionMemory | None, role: str) -> None:
         self.session_id = session_id
         self.memory = memory
+        self.mark: int | None = None
         self.copies = 0
         self.errors = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,9 +54,10 @@ class EngineSession(asyncio.Protocol):
         self._frames: deque[bytes | memoryview] = deque()
         self._paused = False
         self._transport: asyncio.Transport | None = None
-        self._ending = False
+        self._ending = self._letting_go = False
         self._verbs: dict[type, Callable[[Any], None]] = {
             Inspect: self._inspect,
+            **({Mark: self._mark} if memory is not None else {}),
             **(self._engine_verbs() if role == "engine" else {}),
         }
 
@@ -159,13 +162,26 @@ class EngineSession(asyncio.Protocol):
 
     def copy_ended(self) -> None:
         """A copy of this session has ended: if it was the last of an ending session, let go of the memory."""
-        if self.copies:
+        if self.copies or not (self._ending or self._transport is None):
             return
-        if self._transport is not None and self._ending:
+        if self.memory is None:
+            self._finish()
+        elif not self._letting_go:
+            self._letting_go = True  # in a thread: to unmap much memory takes long
+            gone = asyncio.get_running_loop().run_in_executor(None, self.memory.close)
+            gone.add_done_callback(self._let_go)
+
+    def _let_go(self, gone: asyncio.Future[None]) -> None:
+        self.memory = None
+        if not gone.cancelled() and gone.exception() is not None:
+            log.error("session %d: its memory could not be closed", self.session_id, exc_info=gone.exception())
+        self._finish()
+
+    def _finish(self) -> None:
+        """To the peer, EOF says that its memory is out of use here."""
+        if self._transport is not None:
             self._close(self._transport)
-        if self._transport is None and not self.closed.done():
-            if self.memory is not None:
-                self.memory.close()
+        elif not self.closed.done():
             self.closed.set_result(None)
 
     def _close(self, transport: asyncio.Transport) -> None:
@@ -180,6 +196,7 @@ class EngineSession(asyncio.Protocol):
 
     def _step(self, step: Step) -> None:
         self._sidecar.check_open()
+        self._name_mark(step.mark)
         scheduler, now = self._scheduler, self._sidecar.clock()
         self._sidecar.perform(scheduler.step(self.session_id, step, now))
 
@@ -188,7 +205,17 @@ class EngineSession(asyncio.Protocol):
 
     def _load(self, load: Load) -> None:
         self._sidecar.check_open()
+        self._name_mark(load.mark)
         self._sidecar.perform(self._scheduler.load(self.session_id, load, self._sidecar.clock()))
+
+    def _name_mark(self, mark: int | None) -> None:
+        """Copies from here on wait for it."""
+        if mark is not None:
+            self.mark = max(mark, -1 if self.mark is None else self.mark)
+
+    def _mark(self, mark: Mark) -> None:
+        assert self.memory is not None, "only sessions with memory have this verb"
+        self.memory.marks.note(mark.number)
 
     def _release(self, release: Release) -> None:
         self._scheduler.release(self.session_id, release)
@@ -212,7 +239,7 @@ class EngineSession(asyncio.Protocol):
 
 def _call_id(message: ClientMessage) -> int | None:
     match message:
-        case Hello() | Release():
+        case Hello() | Release() | Mark():
             return None
         case Step(step_id=number) | Load(load_id=number):
             return number

@@ -22,7 +22,8 @@ from kvevents_service.service.copies import Copies
 from kvevents_service.service.open_tier import BlockSizes, OpenTier, Tiers, carry_on
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.roster import Engine, Head, Roster, Session
-from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.transfer.cuda_device import device_stats
+from kvevents_service.transfer.memory import SessionMemory
 from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Residents, Welcome
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Sidecar:
         self.tier: OpenTier | None = None
         self.draining = False
         self.copies = Copies(self.perform)
-        self._tiers = Tiers(config.tiers, clock)
+        self._tiers = Tiers(config, clock)
         self._bytes_moved = 0
 
     def __repr__(self) -> str:
@@ -100,7 +101,7 @@ class Sidecar:
         if whole:
             tier.scheduler.hello(engine.session_id, min(memory.blocks for memory in memories.values()))
 
-    def _check_sizes(self, engine: Engine, memories: dict[int, EngineMemory]) -> None:
+    def _check_sizes(self, engine: Engine, memories: dict[int, SessionMemory]) -> None:
         """A rank of a tier that engines use has one layout. Nobody uses it: it may be taken anew."""
         tier = self.tier
         if tier is None or tier.head != engine.head or not tier.scheduler.in_use:
@@ -223,6 +224,7 @@ class Sidecar:
             **self.publisher.stats(),
             "bytes_moved": self._bytes_moved + moved,
             **self.copies.reports.counters,
+            **device_stats(),
             "sessions": len(self.roster.engines),
             "workers": self.roster.workers,
             "copies": self.copies.running,

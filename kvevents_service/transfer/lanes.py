@@ -29,9 +29,9 @@ class Lanes:
     def bytes_moved(self) -> int:
         return sum(worker.bytes_moved for worker in self._workers.values())
 
-    def submit(self, transfer: TransferMeta, memory: BlockMemory) -> TransferFuture:
-        """Queue one copy behind those of its direction."""
-        return self._workers[DIRECTIONS[transfer.kind]].submit(transfer, memory)
+    def submit(self, transfer: TransferMeta, memory: BlockMemory, mark: int | None = None) -> TransferFuture:
+        """Queue one copy behind those of its direction, as soon as the rank has reached `mark`."""
+        return self._workers[DIRECTIONS[transfer.kind]].submit(transfer, memory, mark)
 
     def drop(self, memory: BlockMemory) -> None:
         """Fail what is queued on this memory."""

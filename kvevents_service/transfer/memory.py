@@ -15,6 +15,10 @@ from typing import Protocol
 import torch
 
 from kvevents_service.errors import ControlError
+from kvevents_service.transfer.cuda_device import cuda_devices
+from kvevents_service.transfer.cuda_memory import attach_cuda
+from kvevents_service.transfer.marks import Marks
+from kvevents_service.transfer.sheet import Sheet, sheets_of
 from kvevents_service.wire.control import Memory, Region
 
 SHM_DIR = "/dev/shm"
@@ -23,17 +27,27 @@ SHM_DIR = "/dev/shm"
 class BlockMemory(Protocol):
     """Where blocks are, region by region: an engine's memory, or a host arena that stands in its place.
 
-    `views[r]` is a tensor [blocks, block_sizes[r] / itemsize] of `dtype`, the same for all regions.
+    `views[r]` is a tensor [blocks, block_sizes[r] / itemsize] of `dtype`, the same for all regions; `sheets` are
+    the same bytes in fewer tensors. Memory on a GPU has neither, but rows by address.
     """
 
     views: list[torch.Tensor]
+    sheets: list[Sheet]
     dtype: torch.dtype
     blocks: int
     block_sizes: tuple[int, ...]
     block_bytes: int
+    marks: Marks
 
     def intact(self) -> bool:
         """False if it must not be touched any more."""
+
+
+class SessionMemory(BlockMemory, Protocol):
+    """An engine's memory, as its session holds it."""
+
+    def close(self) -> None:
+        """Let go of it. No copy that touches it may be running. May take long."""
 
 
 class EngineMemory:
@@ -45,6 +59,7 @@ class EngineMemory:
     def __init__(self, maps: list[mmap.mmap], regions: Sequence[Region], fds: Sequence[int] = ()) -> None:
         self._fds = list(fds)
         self._sizes = [len(mapping) for mapping in maps]
+        self.marks = Marks()
         self.regions = tuple(regions)
         self.blocks = min(region.blocks for region in regions)
         self.block_sizes = tuple(region.block_bytes for region in regions)
@@ -54,6 +69,7 @@ class EngineMemory:
         unit = self.dtype.itemsize
         buffers = [torch.frombuffer(m, dtype=self.dtype, count=len(m) // unit) for m in maps]
         self.views = [_view(buffers[region.memory], region, unit) for region in regions]
+        self.sheets = sheets_of(self.views)
 
     def __repr__(self) -> str:
         return f"<EngineMemory {self.blocks} blocks of {self.block_bytes} bytes in {len(self.regions)} regions>"
@@ -69,6 +85,7 @@ class EngineMemory:
             os.close(fd)
         self._fds.clear()
         self.views.clear()
+        self.sheets.clear()
         self._maps.clear()
 
 
@@ -86,7 +103,19 @@ def _view(buffer: torch.Tensor, region: Region, unit: int) -> torch.Tensor:
     return torch.as_strided(buffer, shape, (region.stride_bytes // unit, 1), region.offset_bytes // unit)
 
 
-def attach(memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[int]) -> EngineMemory:
+def attach(
+    memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[int], events: Sequence[bytes] = ()
+) -> SessionMemory:
+    """Open an engine's memory, wherever it is. Takes ownership of `fds`. ControlError: it cannot be meant."""
+    if not any(memory.cuda for memory in memories):
+        return map_memory(memories, regions, fds)
+    for fd in fds:
+        os.close(fd)
+    check_regions(memories, regions)
+    return attach_cuda(memories, regions, events, cuda_devices)
+
+
+def map_memory(memories: Sequence[Memory], regions: Sequence[Region], fds: Sequence[int]) -> EngineMemory:
     """Map an engine's memory. Takes ownership of `fds`: they are closed, whatever happens.
 
     Raises ControlError when a size, a region or a descriptor does not fit what was announced.
@@ -140,10 +169,20 @@ def _map_fd(fd: int, memory: Memory) -> mmap.mmap:
     held = os.fstat(fd).st_size
     if held < memory.size_bytes:
         raise ControlError("bad_memory", "size_bytes", f"at most {held}, the size of the shared object")
+    if memory.shm_name is not None:
+        _take_space(fd, memory.size_bytes)
     try:
         return mmap.mmap(fd, memory.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:
         raise ControlError("bad_memory", "memories", f"a mappable descriptor ({error})") from error
+
+
+def _take_space(fd: int, size_bytes: int) -> None:
+    """All pages of an object in /dev/shm: to write to one that cannot be had would end this process (SIGBUS)."""
+    try:
+        os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        raise ControlError("bad_memory", "memories", f"room for it in {SHM_DIR} ({error.strerror})") from error
 
 
 def _check_seals(fd: int) -> None:

@@ -36,11 +36,27 @@ class GroupSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
     main: bool = False
 
 
+class CudaHandle(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An allocation of GPU memory: its IPC handle (64 bytes), its device's UUID (16 bytes) and its size.
+
+    The memory starts `offset_bytes` behind the start of the allocation.
+    """
+
+    handle: bytes
+    device: bytes
+    base_bytes: int
+    offset_bytes: int = 0
+
+
 class Memory(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One shared mapping. Without `shm_name` its descriptor rides on the hello frame (SCM_RIGHTS), in order."""
+    """One shared mapping. Without `shm_name` its descriptor rides on the hello frame (SCM_RIGHTS), in order.
+
+    With `cuda` it is on a GPU, and has neither. All memory of a rank is of one kind, and on one GPU.
+    """
 
     size_bytes: int
     shm_name: str | None = None
+    cuda: CudaHandle | None = None
 
 
 class Region(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -98,6 +114,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False)
     `hash_tokens` is the number of tokens a hash unit has; 0: the block size of the first cacheable group.
     `namespace` names everything that must agree for KV bytes to be interchangeable (model, weights revision,
     dtype, layout, hash seed). Blocks are never shared across namespaces.
+    `events` are IPC handles (64 bytes) of CUDA events, used in turns: see `Mark`.
     """
 
     protocol: int
@@ -111,18 +128,31 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True, gc=False)
     hash_tokens: int = 0
     ranks: int = 1
     rank: int = 0
+    events: list[bytes] = []
 
 
 class Step(msgspec.Struct, array_like=True, tag="step", frozen=True, gc=False):
     """One scheduler step: newly confirmed blocks, and requests that ended or were preempted in it.
 
     The engine keeps every offered block unchanged until the `StepDone` with this id, or EOF.
+    `mark`: the copies wait until every rank has said that it has reached it.
     """
 
     step_id: int
     offers: Annotated[list[Offer], msgspec.Meta(max_length=MAX_STEP_ITEMS)]
     finished: Annotated[list[str], msgspec.Meta(max_length=MAX_STEP_ITEMS)] = []
     preempted: Annotated[list[str], msgspec.Meta(max_length=MAX_STEP_ITEMS)] = []
+    mark: int | None = None
+
+
+class Mark(msgspec.Struct, array_like=True, tag="mark", frozen=True, gc=False):
+    """What this rank's blocks of marks up to `number` need has been submitted to its device.
+
+    Event `number` modulo the hello's count of events was recorded behind it, on the stream of all of them, before
+    this was sent. Numbers rise. Without events the bytes are written.
+    """
+
+    number: int
 
 
 class Lookup(msgspec.Struct, array_like=True, tag="lookup", frozen=True, gc=False):
@@ -145,7 +175,7 @@ class Load(msgspec.Struct, array_like=True, tag="load", frozen=True, gc=False):
 
     `block_ids` holds, for each cacheable group in order, the int32 ids of the blocks that a prefix of this length
     needs in that group (`core.groups.needed_blocks`; proto/SPEC.md has the rule). Where every group needs every
-    block, `units` may be None: the number of ids says it.
+    block, `units` may be None: the number of ids says it. `mark`: as in a step.
     """
 
     load_id: int
@@ -153,6 +183,7 @@ class Load(msgspec.Struct, array_like=True, tag="load", frozen=True, gc=False):
     lease_id: int
     block_ids: bytes
     units: int | None = None
+    mark: int | None = None
 
 
 class Release(msgspec.Struct, array_like=True, tag="release", frozen=True, gc=False):
@@ -246,5 +277,5 @@ class Error(msgspec.Struct, array_like=True, tag="error", frozen=True, gc=False)
     expected: str
 
 
-ClientMessage = Hello | Step | Lookup | Load | Release | Reset | Inspect
+ClientMessage = Hello | Step | Mark | Lookup | Load | Release | Reset | Inspect
 SidecarMessage = Welcome | StepDone | Hit | Loaded | ResetDone | Inspected | Error

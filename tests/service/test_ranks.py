@@ -114,7 +114,7 @@ async def blocked(service: Service, rank: int, kind: str) -> AsyncIterator[None]
     """Nothing is copied in this direction on this rank until the end."""
     assert service.sidecar.tier is not None
     gate = threading.Event()
-    service.sidecar.tier.lanes[rank]._workers[kind]._executor.submit(gate.wait)
+    service.sidecar.tier.lanes[rank]._workers[kind]._copier.submit(gate.wait)
     try:
         yield
     finally:

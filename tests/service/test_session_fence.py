@@ -1,6 +1,7 @@
 """EOF is the fence: a session closes only when no copy touches its peer's memory (I9)."""
 
 import asyncio
+import threading
 from typing import Any
 
 from kvevents_service.service.session import MAX_UNREAD_BYTES, EngineSession
@@ -63,6 +64,31 @@ async def test_memory_is_let_go_only_after_the_last_copy() -> None:
     session.copies = 0
     session.copy_ended()
     assert session.closed.done()
+
+
+class SlowMemory:
+    """Memory that takes until `go` to be closed."""
+
+    def __init__(self) -> None:
+        self.go, self.closed = threading.Event(), 0
+
+    def close(self) -> None:
+        self.go.wait(10)
+        self.closed += 1
+
+
+async def test_eof_comes_when_the_memory_is_closed_off_the_loop() -> None:
+    session, pipe, _ = connected(copies=0)
+    session.memory = memory = SlowMemory()  # type: ignore[assignment]
+    session.eof_received()
+    await asyncio.sleep(0.01)
+    assert (pipe.closed, memory.closed) == (False, 0)
+    session.copy_ended()
+    memory.go.set()
+    while not pipe.closed:
+        await asyncio.sleep(0.001)
+    session.connection_lost(None)
+    assert (memory.closed, session.closed.done()) == (1, True)
 
 
 async def test_a_peer_that_reads_no_answer_is_given_up() -> None:

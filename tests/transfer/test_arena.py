@@ -2,12 +2,15 @@
 
 import random
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvevents_service.errors import ConfigError
-from kvevents_service.transfer.arena import HostArena
+from kvevents_service.transfer import arena as arenas
+from kvevents_service.transfer.arena import HostArena, HostStorage
+from kvevents_service.transfer.crew import default_threads
 
 SLOTS = 12
 
@@ -38,3 +41,28 @@ def test_what_is_stored_from_an_arena_comes_back_into_one(block_bytes: int) -> N
     below.store(above.as_memory(), array("i", order), straight)
     below.load(back.as_memory(), straight, straight)
     assert [bytes(back.bytes_of(slot, 1)) for slot in range(SLOTS)] == [before[slot] for slot in order]
+
+
+def free_huge_pages() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("HugePages_Free")), 0)
+
+
+def test_huge_pages_that_were_not_set_aside_name_their_setting() -> None:
+    if free_huge_pages() > 1:
+        pytest.skip("this machine has huge pages")
+    with pytest.raises(ConfigError, match=r"host_hugetlb.* 2 free pages"):
+        HostStorage(1, hugetlb=True).arenas(3, [1 << 20])
+
+
+def test_an_arena_of_more_than_its_slots_shows_only_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "MAP_HUGETLB", 0)
+    (arena,) = HostStorage(1, hugetlb=True).arenas(3, [64])
+    assert (arena.view(torch.int64).shape, arena.as_memory().blocks) == ((3, 8), 3)
+
+
+def test_a_storage_copies_with_the_threads_it_is_told() -> None:
+    storage = HostStorage(3)
+    assert [crew.threads for crew in storage._crews] == [3, 3]
+    assert HostStorage()._crews.load.threads == default_threads()
+    storage.close()

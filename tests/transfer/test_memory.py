@@ -59,6 +59,19 @@ def test_a_name_is_unlinked_once_mapped() -> None:
     assert not path.exists()
 
 
+def test_a_named_object_that_has_no_room_is_refused_before_it_is_touched() -> None:
+    whole = os.statvfs("/dev/shm")
+    size = whole.f_blocks * whole.f_frsize + (1 << 30)
+    path = Path("/dev/shm", f"kvevents-test-room-{os.getpid()}")
+    with path.open("wb") as sparse:
+        sparse.truncate(size)
+    try:
+        with pytest.raises(ControlError, match="room for it in /dev/shm"):
+            attach([Memory(size, path.name)], [REGION], [])
+    finally:
+        path.unlink()
+
+
 def test_a_name_never_follows_a_link(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(bytes(256))

@@ -23,6 +23,7 @@ FIELDS = {
     bytes: st.binary(),
     bytes | None: st.one_of(st.none(), st.binary()),
     bool: st.booleans(),
+    list[bytes]: st.lists(st.binary()),
     list[str]: st.lists(st.text()),
     dict[str, int]: st.dictionaries(st.text(), INT64),
 }
@@ -43,6 +44,8 @@ def _value(cls: type, name: str, kind: object) -> st.SearchStrategy:
         return st.one_of(st.none(), KEY if cls is InnerHash else st.lists(KEY))
     if type(None) in get_args(kind) and kind not in FIELDS:
         return st.one_of(st.none(), _value(cls, name, get_args(kind)[0]))
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return built(kind)
     nested = get_args(kind)[:1]
     if nested and isinstance(nested[0], type) and issubclass(nested[0], msgspec.Struct):
         return st.lists(built(nested[0]), max_size=3)

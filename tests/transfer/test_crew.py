@@ -1,0 +1,47 @@
+"""A crew does every job, side by side, and is done with all of them when it says so."""
+
+import threading
+
+import pytest
+
+from kvevents_service.transfer.crew import Crew
+
+DEADLINE_S = 30
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_every_job_is_done_once(threads: int) -> None:
+    crew, done = Crew(threads), list[int]()
+    crew.perform([lambda number=number: done.append(number) for number in range(7)])
+    assert sorted(done) == list(range(7))
+    crew.close()
+
+
+def test_jobs_run_side_by_side() -> None:
+    crew, meeting = Crew(3), threading.Barrier(3)
+
+    def meet() -> None:
+        meeting.wait(DEADLINE_S)
+
+    crew.perform([meet] * 3)
+    crew.close()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_is_told_when_no_job_runs_any_more(failing: int) -> None:
+    crew, started, go, ended = Crew(2), threading.Event(), threading.Event(), list[str]()
+
+    def fail() -> None:
+        assert started.wait(DEADLINE_S)
+        threading.Timer(0.05, go.set).start()
+        raise OSError("broken")
+
+    def slow() -> None:
+        started.set()
+        assert go.wait(DEADLINE_S)
+        ended.append("slow")
+
+    with pytest.raises(OSError, match="broken"):
+        crew.perform([fail, slow] if failing == 0 else [slow, fail])
+    assert ended == ["slow"]
+    crew.close()
