@@ -160,7 +160,7 @@ class Sidecar:
         tier = self.tier
         if tier is not None and tier.head == head and sizes in ((), tier.sizes):
             return tier
-        capacity = self._capacity(sum(map(sum, sizes))) if sizes else 0
+        capacity = self._capacity(self._storage.slot_bytes([sum(of_rank) for of_rank in sizes])) if sizes else 0
         if self._copies:
             raise ControlError("busy", "namespace", "to come again when the copies of the last engine have ended")
         if tier is not None:
@@ -295,6 +295,7 @@ class Sidecar:
         return {
             **(tier.scheduler.stats() if tier else {}),
             **self.publisher.stats(),
+            **self._storage.stats(),
             "bytes_moved": self._bytes_moved + moved,
             **self._reports.counters,
             "sessions": len(self.roster.engines),
