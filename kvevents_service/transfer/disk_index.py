@@ -23,6 +23,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvevents_service.core.metadata import StoreRun
 from kvevents_service.errors import ConfigError
+from kvevents_service.transfer.copy import consecutive_runs
 from kvevents_service.transfer.disk_chains import recover
 from kvevents_service.transfer.disk_file import DiskFile
 from kvevents_service.transfer.disk_io import DiskFaults, read_all, write_all
@@ -183,26 +184,27 @@ class DiskIndex:
     # in the writer's thread
 
     def _write(self, header: Header, stamp: int, run: StoreRun, sums: list[tuple[int, ...]]) -> None:
-        inner = inner_names(run)
+        inner, packed = inner_names(run), []
         for position, slot in enumerate(run.slots):
             name = name_of(run.meta.part(position, position + 1))
             record = Record(run.meta.group.index, name, sums[position], inner.get(position, []))
-            packed = pack(slot, header.generation, Entry(stamp + position, record), header.entry_bytes)
-            if packed is None:
-                self._count("disk_blocks_not_kept", 1)
-                packed = bytes(header.entry_bytes)
-            self._put(header, slot, packed)
+            packed.append(pack(slot, header.generation, Entry(stamp + position, record), header.entry_bytes))
+        self._put(header, array("i", run.slots), packed)
+        self._count("disk_blocks_not_kept", packed.count(None))
         self._queue(-len(run.slots))
 
     def _erase(self, header: Header, slots: array[int]) -> None:
-        for slot in slots:
-            self._put(header, slot, bytes(header.entry_bytes))
+        self._put(header, slots, [None] * len(slots))
 
-    def _put(self, header: Header, slot: int, packed: bytes) -> None:
-        try:
-            write_all(self._file.fd, memoryview(packed), HEADER_BYTES + slot * header.entry_bytes)
-        except OSError as error:
-            self._faults.count_error(error)
+    def _put(self, header: Header, slots: array[int], packed: list[bytes | None]) -> None:
+        """Consecutive slots in one write. None: what was there goes, and nothing comes."""
+        nothing = bytes(header.entry_bytes)
+        for first, slot, count in consecutive_runs(array("i", range(len(slots))), slots):
+            data = b"".join(entry or nothing for entry in packed[first : first + count])
+            try:
+                write_all(self._file.fd, memoryview(data), HEADER_BYTES + slot * header.entry_bytes)
+            except OSError as error:
+                self._faults.count_error(error)
 
 
 def inner_names(run: StoreRun) -> dict[int, list[Name]]:
