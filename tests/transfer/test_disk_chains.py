@@ -68,7 +68,7 @@ def test_a_window_needs_no_parent() -> None:
 
 
 def test_of_two_blocks_with_one_name_the_later_one_counts() -> None:
-    old, new = run(chain("a", 2), 0), run(chain("a", 2), 8)
+    old, new = run(chain("a", 2), 8), run(chain("a", 2), 0)
     assert recover(LAYOUT, MEDIUM, [*entries(new, stamp=50), *entries(old)]) == [new]
 
 

@@ -290,9 +290,23 @@ def test_bytes_that_were_overwritten_are_never_given_out_for_what_was_there(kept
     third.end()
 
 
+def test_a_slot_that_is_taken_before_its_entry_is_written_does_not_lend_it_its_bytes(tmp_path: Path) -> None:
+    tier, gate = Tier(tmp_path), Event()
+    assert tier.storage._index is not None
+    tier.storage._index._writer.submit(gate.wait)
+    tier.store(*ALL)
+    tier.arena.store(tier.engine.memory, ints(40), ints(5))
+    gate.set()
+    tier.end()
+    again = Tier(tmp_path)
+    assert again.lost_of(*USED) == [5]
+    again.end()
+
+
 def test_a_block_that_moved_is_found_where_it_was_stored_last(kept: Path) -> None:
     tier = Tier(kept)
-    moved = run(TRUNK.meta, 12, 13, 14, 15)
+    moved = run(TRUNK.meta, 0, 1, 2, 7)
+    tier.store(run(TRUNK.meta, 10, 11, 12, 13))
     tier.store(moved)
     tier.end()
     again = Tier(kept)
