@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future, wait
 from contextlib import closing
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
@@ -40,6 +40,22 @@ class Device(NamedTuple):
     writers: Executor
     faults: DiskFaults
     forget: Callable[[array[int]], None]
+
+
+Rest = Callable[[], None] | None
+"""Waits for a copy that was begun; None where it has ended."""
+
+
+class Staging(Protocol):
+    """Host memory as slots. A device may copy by itself: what waits for it comes back."""
+
+    slots: int
+
+    def store(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> Rest: ...
+
+    def load(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> Rest: ...
+
+    def bytes_of(self, slot: int, count: int) -> memoryview: ...
 
 
 class Part(NamedTuple):
@@ -77,7 +93,8 @@ class DiskArena:
         part_bytes = self._part_blocks * self.stride
         self._parts = max(2, min(STAGING_BYTES // part_bytes, -(-slots // self._part_blocks)))
         ring = self._part_blocks * self._parts
-        self._outgoing, self._incoming = HostArena(ring, self.stride), HostArena(ring, self.stride)
+        self._outgoing: Staging = HostArena(ring, self.stride)
+        self._incoming: Staging = HostArena(ring, self.stride)
 
     def __repr__(self) -> str:
         way = "direct" if self.direct else "page cache"
@@ -89,8 +106,8 @@ class DiskArena:
             self.sums[slot] = NOTHING
 
         def begin(part: Part) -> Future[None]:
-            self._outgoing.store(memory, part.blocks, part.places)
-            return self._device.writers.submit(self._write, part)
+            rest = self._outgoing.store(memory, part.blocks, part.places)
+            return self._device.writers.submit(self._write, part, rest)
 
         with closing(overlapped(self._cut(blocks, slots), self._parts, begin)) as written:
             deque(written, maxlen=0)
@@ -106,7 +123,7 @@ class DiskArena:
             for part, lost in came:
                 bad += lost
                 if not bad:
-                    self._incoming.load(memory, part.blocks, part.places)
+                    _await(self._incoming.load(memory, part.blocks, part.places))
         if bad:
             self._lose(bad)
 
@@ -128,7 +145,8 @@ class DiskArena:
 
     # in the threads of the storage
 
-    def _write(self, part: Part) -> None:
+    def _write(self, part: Part, rest: Rest) -> None:
+        _await(rest)
         for place, slot, count in part.runs:
             sums = array("Q", (self._sum(self._outgoing, place + row) for row in range(count)))
             try:
@@ -167,12 +185,17 @@ class DiskArena:
         self._device.faults.count("checksum")
         return [(slot, "checksum does not match")]
 
-    def _sum(self, staging: HostArena, place: int) -> int:
+    def _sum(self, staging: Staging, place: int) -> int:
         """XXH3, 64 bits, of a block without its padding; never NOTHING."""
         return xxh3_64_intdigest(staging.bytes_of(place, 1)[: self.block_bytes]) or 1
 
     def _offset(self, slot: int) -> int:
         return self._start + slot * self.stride
+
+
+def _await(rest: Rest) -> None:
+    if rest is not None:
+        rest()
 
 
 T = TypeVar("T")

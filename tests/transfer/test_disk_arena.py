@@ -4,6 +4,7 @@ import errno
 import os
 import random
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 
@@ -170,3 +171,27 @@ def test_a_reader_that_stops_waits_for_what_was_begun() -> None:
         reading.close()
         assert len(begun) == 4
         assert all(future.done() for future in begun)
+
+
+# memory that a device copies from by itself
+
+
+class Device(HostArena):
+    """Staging that a device fills and empties, each time when it is waited for and not before."""
+
+    def store(self, *copy):
+        return partial(HostArena.store, self, *copy)
+
+    def load(self, *copy):
+        return partial(HostArena.load, self, *copy)
+
+
+def test_bytes_that_a_device_brings_are_waited_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(disk_arena, "HostArena", Device)
+    monkeypatch.setattr(disk_arena, "PART_BYTES", SECTORS)
+    storage, engine = DiskStorage(str(tmp_path), SLOTS * SECTORS), Engine(SECTORS)
+    (arena,) = storage.arenas(SLOTS, [SECTORS])
+    arena.store(engine.memory, ints(1, 2, 3), ints(3, 9, 4))
+    arena.load(engine.memory, ints(5, 6, 7), ints(3, 9, 4))
+    assert [engine[block] for block in (5, 6, 7)] == [engine[block] for block in (1, 2, 3)]
+    storage.close()

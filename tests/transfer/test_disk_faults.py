@@ -169,9 +169,9 @@ def test_a_file_that_may_not_be_as_large_fails_the_store(
 
 
 def test_memory_that_cannot_be_read_fails_the_copy_alone(arena: DiskArena, engine: Engine) -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, ValueError)):
         arena.store(engine.memory, ints(1, 5000, 3), ints(3, 9, 4))
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, ValueError)):
         arena.load(engine.memory, ints(20, 5000, 21), ints(0, 1, 2))
     assert lost_of(arena, engine, 0, 1, 2, 5) == []
 
