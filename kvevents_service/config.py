@@ -40,6 +40,7 @@ class TierSettings(NamedTuple):
     size_bytes: int
     max_blocks: int | None = None
     directory: str | None = None
+    page_cache: bool = False
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +70,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `host_bytes` is the size of the CPU tier (1 GiB if nothing is said). With `disk_path`, a directory, and
     `disk_bytes` the tier is a file there instead. `host_blocks` and `disk_blocks` cap the tier in blocks.
+    Copies to and from the file go around the page cache where the file system can, unless `disk_page_cache`.
     `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other
     machines can reach need `allow_remote`: events carry prompt tokens.
     `pub` to `dp_rank` describe one output; `outputs` stand in their place. `labels` fill in topics.
@@ -80,6 +82,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_path: str | None = None
     disk_bytes: int | None = None
     disk_blocks: int | None = None
+    disk_page_cache: bool = False
     pub: str = "tcp://127.0.0.1:5557"
     replay: str | None = "tcp://127.0.0.1:5558"
     snapshot: str | None = None
@@ -143,6 +146,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         disk, alone = self.disk_path is not None, "beside a disk tier: one tier at a time for now"
         for setting in ("disk_bytes", "disk_blocks"):
             _expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
+        _expect(disk or not self.disk_page_cache, "disk_path", "a directory, as disk_page_cache is set")
         if self.disk_path is not None:
             _expect(_is_path(self.disk_path), "disk_path", "a directory")
             _expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
@@ -156,7 +160,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def tier(self) -> TierSettings:
         """The tier that these settings ask for."""
         if self.disk_path is not None:
-            return TierSettings("disk", self.disk_bytes or 0, self.disk_blocks, self.disk_path)
+            return TierSettings(
+                "disk", self.disk_bytes or 0, self.disk_blocks, self.disk_path, self.disk_page_cache
+            )
         return TierSettings("host", self.host_bytes or DEFAULT_HOST_BYTES, self.host_blocks)
 
     def _check_endpoint(self, setting: str, endpoint: str) -> None:

@@ -20,6 +20,7 @@ from kvevents_service.errors import ConfigError
         ({"host_blocks": 2.0}, "host_blocks"),
         ({"disk_bytes": 4096}, "disk_path"),
         ({"disk_blocks": 4}, "disk_path"),
+        ({"disk_page_cache": True}, "disk_path"),
         ({"disk_path": "d"}, "disk_bytes"),
         ({"disk_path": "", "disk_bytes": 4096}, "disk_path"),
         ({"disk_path": "d\0", "disk_bytes": 4096}, "disk_path"),
@@ -70,10 +71,11 @@ def test_what_is_no_whole_number_in_a_file_is_named(tmp_path: Path, setting: str
 @pytest.mark.parametrize(
     ("settings", "tier"),
     [
-        ({}, ("host", 1 << 30, None, None)),
-        ({"host_bytes": 5, "host_blocks": 2}, ("host", 5, 2, None)),
-        ({"disk_path": "d", "disk_bytes": 7}, ("disk", 7, None, "d")),
-        ({"disk_path": "d", "disk_bytes": 7, "disk_blocks": 3, "host_bytes": 0}, ("disk", 7, 3, "d")),
+        ({}, ("host", 1 << 30, None, None, False)),
+        ({"host_bytes": 5, "host_blocks": 2}, ("host", 5, 2, None, False)),
+        ({"disk_path": "d", "disk_bytes": 7}, ("disk", 7, None, "d", False)),
+        ({"disk_path": "d", "disk_bytes": 7, "disk_blocks": 3, "host_bytes": 0}, ("disk", 7, 3, "d", False)),
+        ({"disk_path": "d", "disk_bytes": 7, "disk_page_cache": True}, ("disk", 7, None, "d", True)),
     ],
 )
 def test_there_is_one_tier(settings: dict[str, object], tier: tuple[object, ...]) -> None:

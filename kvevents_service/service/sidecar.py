@@ -321,7 +321,9 @@ class Sidecar:
 
 
 def _storage(tier: TierSettings) -> Storage:
-    return HostStorage() if tier.directory is None else DiskStorage(tier.directory, tier.size_bytes)
+    if tier.directory is None:
+        return HostStorage()
+    return DiskStorage(tier.directory, tier.size_bytes, page_cache=tier.page_cache)
 
 
 def _head(hello: Hello) -> Head:

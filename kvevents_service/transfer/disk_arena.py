@@ -21,9 +21,9 @@ from kvevents_service.transfer.copy import CopyRun, consecutive_runs
 from kvevents_service.transfer.disk_io import GONE, SECTOR_BYTES, DiskFaults, read_all, write_all
 from kvevents_service.transfer.memory import EngineMemory
 
-PART_BYTES = 1024 * 1024
+PART_BYTES = 4 * 1024 * 1024
 """What one thread reads or writes at a time, or one block if that is more."""
-STAGING_BYTES = 16 * 1024 * 1024
+STAGING_BYTES = 32 * 1024 * 1024
 """What a ring holds, or two parts if that is more."""
 DIRECT_PADDING = 8
 """Direct I/O may cost one part in so many of a block's bytes. Smaller blocks go through the page cache."""

@@ -15,6 +15,8 @@ from kvevents_service.transfer import disk_arena
 from kvevents_service.transfer.arena import HostArena
 from kvevents_service.transfer.disk import DiskStorage
 from kvevents_service.transfer.disk_arena import Part, overlapped
+from kvevents_service.transfer.memory import EngineMemory
+from kvevents_service.wire.control import Region
 
 SLOTS = 48
 
@@ -75,17 +77,14 @@ def test_parts_are_read_and_written_at_the_same_time(tmp_path: Path, monkeypatch
 
 
 def test_a_host_arena_can_stand_where_an_engine_does(tmp_path: Path) -> None:
-    """What a tier in front of this one hands over: memory as one region of slots."""
-    storage, engine, host = DiskStorage(str(tmp_path), SLOTS * SECTORS), Engine(SECTORS), HostArena(32, SECTORS)
+    """What a tier in front of this one hands over: memory in which a block is one region."""
+    storage, host = DiskStorage(str(tmp_path), SLOTS * SECTORS), HostArena(32, SECTORS)
+    engine = Engine(SECTORS)
     (arena,) = storage.arenas(SLOTS, [SECTORS])
     host.store(engine.memory, ints(1, 2, 3), ints(8, 9, 4))
-
-    class AsMemory:
-        dtype = engine.memory.dtype
-        views = [host.view(engine.memory.dtype)]  # noqa: RUF012
-
-    arena.store(AsMemory(), ints(8, 9, 4), ints(20, 21, 22))  # type: ignore[arg-type]
-    arena.load(AsMemory(), ints(0, 1, 2), ints(20, 21, 22))  # type: ignore[arg-type]
+    memory = EngineMemory([host._map], [Region("slots", 0, 0, SECTORS, SECTORS, 32)])
+    arena.store(memory, ints(8, 9, 4), ints(20, 21, 22))
+    arena.load(memory, ints(0, 1, 2), ints(20, 21, 22))
     assert [bytes(host.bytes_of(slot, 1)) for slot in range(3)] == [engine[1], engine[2], engine[3]]
     storage.close()
 
