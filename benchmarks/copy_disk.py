@@ -2,13 +2,14 @@
 
 Ours: blocks of an engine's four layers gathered, checksummed, written; read, verified, scattered. Plain, in turns
 with ours and on the same disk: sequential pwrite and pread of as many bytes a call as the arena takes at once, as
-many under way as it has threads, with the same O_DIRECT flag, of one buffer a thread, in huge pages as ours. The
-ratio is the value.
-DISK_BENCH_DIR=DIR says on which disk (default: the temporary directory); each of the two files has 256 MiB.
+many under way as it has threads, with the same O_DIRECT flag, of one page-aligned buffer a thread, as fio does by
+itself. The ratio is the value. `huge`: the ratio to the same with buffers in huge pages, as our staging is.
+DISK_BENCH_DIR=DIR says on which disk (default: the temporary directory); each of the three files has 256 MiB.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import tempfile
@@ -24,14 +25,14 @@ from benchmarks.harness import Spread, note, report
 from kvevents_service.engine.layout import SharedMemory, uniform_layers
 from kvevents_service.transfer.arena import HostArena
 from kvevents_service.transfer.disk import IO_THREADS, DiskStorage
-from kvevents_service.transfer.disk_arena import PART_BYTES, DiskArena
+from kvevents_service.transfer.disk_arena import PART_BYTES
 from kvevents_service.transfer.memory import EngineMemory, attach
 from kvevents_service.wire.control import Memory
 
 TOTAL_BYTES = 256 * 1024 * 1024
 BLOCK_SIZES = (64 * 1024, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 LAYERS = 4
-ROUNDS = 15
+ROUNDS = 11
 TARGET = 0.9
 
 
@@ -40,6 +41,7 @@ class Case(NamedTuple):
 
     ours: list[float]
     plain: list[float]
+    huge: list[float]
 
     @property
     def ratio(self) -> Spread:
@@ -51,16 +53,20 @@ class Case(NamedTuple):
         """Of the fastest round of each: what neighbours who want these cores change least."""
         return max(self.ours) / max(self.plain)
 
+    @property
+    def to_huge(self) -> float:
+        """Median ratio to plain I/O from huge pages."""
+        return statistics.median(ours / huge for ours, huge in zip(self.ours, self.huge, strict=True))
+
 
 class Plain:
     """What a disk gives to somebody who only reads and writes."""
 
-    def __init__(self, directory: str, call_bytes: int) -> None:
+    def __init__(self, directory: str, call_bytes: int, *, huge: bool = False) -> None:
         self._storage = DiskStorage(directory, TOTAL_BYTES)
         self._fd = self._storage._file.direct_fd or self._storage.fd
         self._call_bytes = call_bytes
-        staging = HostArena(IO_THREADS, call_bytes)
-        self._buffers = [staging.bytes_of(number, 1) for number in range(IO_THREADS)]
+        self._buffers = _huge_buffers(call_bytes) if huge else _small_buffers(call_bytes)
         for buffer in self._buffers:
             buffer[:] = os.urandom(call_bytes)
         self._threads = ThreadPoolExecutor(IO_THREADS)
@@ -84,6 +90,18 @@ class Plain:
         list(self._threads.map(own, range(IO_THREADS)))
 
 
+def _small_buffers(size: int) -> list[memoryview]:
+    maps = [mmap.mmap(-1, size) for _ in range(IO_THREADS)]
+    for pages in maps:
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return [memoryview(pages) for pages in maps]
+
+
+def _huge_buffers(size: int) -> list[memoryview]:
+    staging = HostArena(IO_THREADS, size)
+    return [staging.bytes_of(number, 1) for number in range(IO_THREADS)]
+
+
 def engine(block_bytes: int) -> EngineMemory:
     """As many random bytes as a file has."""
     shared = SharedMemory.create(TOTAL_BYTES)
@@ -103,25 +121,22 @@ def rate(work: Callable[[], None]) -> float:
 def measure(directory: str, block_bytes: int) -> dict[str, Case]:
     """Both directions, ours and plain in turns, after one of each that nobody counts."""
     blocks = TOTAL_BYTES // block_bytes
-    storage, plain, memory = (
-        DiskStorage(directory, TOTAL_BYTES),
-        Plain(directory, max(block_bytes, PART_BYTES)),
-        engine(block_bytes),
-    )
-    arena: DiskArena = storage.arenas(blocks, [block_bytes])[0]
+    storage, memory = DiskStorage(directory, TOTAL_BYTES), engine(block_bytes)
+    plain, huge = (Plain(directory, max(block_bytes, PART_BYTES), huge=huge) for huge in (False, True))
+    arena = storage.arenas(blocks, [block_bytes])[0]
     every = array("i", range(blocks))
     turns = {
-        "store": (lambda: arena.store(memory, every, every), plain.write),
-        "load": (lambda: arena.load(memory, every, every), plain.read),
+        "store": (lambda: arena.store(memory, every, every), plain.write, huge.write),
+        "load": (lambda: arena.load(memory, every, every), plain.read, huge.read),
     }
     cases = {}
-    for direction, (ours, others) in turns.items():
-        ours()  # the first writes of a new file are slower
-        others()
-        rates = [(rate(ours), rate(others)) for _ in range(ROUNDS)]
+    for direction, sides in turns.items():
+        for side in sides:
+            side()  # the first writes of a new file are slower
+        rates = [[rate(side) for side in sides] for _ in range(ROUNDS)]
         cases[direction] = Case(*map(list, zip(*rates, strict=True)))
-    storage.close()
-    plain.close()
+    for opened in (storage, plain, huge):
+        opened.close()
     return cases
 
 
@@ -132,8 +147,9 @@ def main() -> None:
     for block_bytes in BLOCK_SIZES:
         for direction, case in measure(directory, block_bytes).items():
             cases[f"{direction}_{block_bytes // 1024}k"] = case
-            ours, plain = (statistics.median(rates) / 1e6 for rates in case)
-            note(f"{direction} {block_bytes // 1024} KiB: {ours:.0f} MB/s, plain {plain:.0f}; ratio {case.ratio}")
+            ours, plain, huge = (statistics.median(rates) / 1e6 for rates in case)
+            rates = f"{ours:.0f} MB/s, plain {plain:.0f}, huge pages {huge:.0f}"
+            note(f"{direction} {block_bytes // 1024} KiB: {rates}; ratio {case.ratio}")
     worst = min(cases, key=lambda name: cases[name].ratio.median)
     report(
         "disk",
@@ -143,6 +159,7 @@ def main() -> None:
         rate=True,
         case=worst,
         cases={name: case.ratio.median for name, case in cases.items()},
+        huge={name: case.to_huge for name, case in cases.items()},
         best={name: case.best for name, case in cases.items()},
         megabytes_per_s={name: statistics.median(case.ours) / 1e6 for name, case in cases.items()},
         plain_megabytes_per_s={name: statistics.median(case.plain) / 1e6 for name, case in cases.items()},
