@@ -3,7 +3,8 @@
 Ours: blocks of an engine's four layers gathered, checksummed, written; read, verified, scattered. Plain, in turns
 with ours and on the same disk: sequential pwrite and pread of as many bytes a call as the arena takes at once, as
 many under way as it has threads, with the same O_DIRECT flag, of one page-aligned buffer a thread, as fio does by
-itself. The ratio is the value. `huge`: the ratio to the same with buffers in huge pages, as our staging is.
+itself. The ratio is the value. `in_place`: the same for blocks of a host arena, as a tier in front hands them over.
+`huge`: ratios to plain I/O with buffers in huge pages, as our staging and host arenas are.
 DISK_BENCH_DIR=DIR says on which disk (default: the temporary directory); each of the three files has 256 MiB.
 """
 
@@ -17,6 +18,7 @@ import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,12 +29,12 @@ from kvevents_service.transfer.arena import HostArena
 from kvevents_service.transfer.disk import IO_THREADS, DiskStorage
 from kvevents_service.transfer.disk_arena import PART_BYTES
 from kvevents_service.transfer.memory import EngineMemory, attach
-from kvevents_service.wire.control import Memory
+from kvevents_service.wire.control import Memory, Region
 
 TOTAL_BYTES = 256 * 1024 * 1024
 BLOCK_SIZES = (64 * 1024, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 LAYERS = 4
-ROUNDS = 11
+ROUNDS = 9
 TARGET = 0.9
 
 
@@ -40,6 +42,7 @@ class Case(NamedTuple):
     """Rates of one block size and direction, bytes/s, of each round."""
 
     ours: list[float]
+    front: list[float]
     plain: list[float]
     huge: list[float]
 
@@ -54,9 +57,13 @@ class Case(NamedTuple):
         return max(self.ours) / max(self.plain)
 
     @property
-    def to_huge(self) -> float:
+    def in_place(self) -> float:
+        """Median ratio of blocks that are not gathered."""
+        return statistics.median(ours / plain for ours, plain in zip(self.front, self.plain, strict=True))
+
+    def to_huge(self, ours: list[float]) -> float:
         """Median ratio to plain I/O from huge pages."""
-        return statistics.median(ours / huge for ours, huge in zip(self.ours, self.huge, strict=True))
+        return statistics.median(rate / huge for rate, huge in zip(ours, self.huge, strict=True))
 
 
 class Plain:
@@ -112,6 +119,15 @@ def engine(block_bytes: int) -> EngineMemory:
     return memory
 
 
+def tier_in_front(block_bytes: int) -> EngineMemory:
+    """A host arena full of blocks."""
+    arena = HostArena(TOTAL_BYTES // block_bytes, block_bytes)
+    region = Region("slots", 0, 0, block_bytes, block_bytes, arena.slots)
+    memory = EngineMemory([arena._map], [region])
+    memory.views[0].random_()
+    return memory
+
+
 def rate(work: Callable[[], None]) -> float:
     started = time.perf_counter()
     work()
@@ -121,13 +137,13 @@ def rate(work: Callable[[], None]) -> float:
 def measure(directory: str, block_bytes: int) -> dict[str, Case]:
     """Both directions, ours and plain in turns, after one of each that nobody counts."""
     blocks = TOTAL_BYTES // block_bytes
-    storage, memory = DiskStorage(directory, TOTAL_BYTES), engine(block_bytes)
+    storage, memory, front = DiskStorage(directory, TOTAL_BYTES), engine(block_bytes), tier_in_front(block_bytes)
     plain, huge = (Plain(directory, max(block_bytes, PART_BYTES), huge=huge) for huge in (False, True))
     arena = storage.arenas(blocks, [block_bytes])[0]
     every = array("i", range(blocks))
     turns = {
-        "store": (lambda: arena.store(memory, every, every), plain.write, huge.write),
-        "load": (lambda: arena.load(memory, every, every), plain.read, huge.read),
+        "store": (*(partial(arena.store, some, every, every) for some in (memory, front)), plain.write, huge.write),
+        "load": (*(partial(arena.load, some, every, every) for some in (memory, front)), plain.read, huge.read),
     }
     cases = {}
     for direction, sides in turns.items():
@@ -147,8 +163,8 @@ def main() -> None:
     for block_bytes in BLOCK_SIZES:
         for direction, case in measure(directory, block_bytes).items():
             cases[f"{direction}_{block_bytes // 1024}k"] = case
-            ours, plain, huge = (statistics.median(rates) / 1e6 for rates in case)
-            rates = f"{ours:.0f} MB/s, plain {plain:.0f}, huge pages {huge:.0f}"
+            ours, front, plain, huge = (statistics.median(rates) / 1e6 for rates in case)
+            rates = f"{ours:.0f} MB/s, in place {front:.0f}, plain {plain:.0f}, huge pages {huge:.0f}"
             note(f"{direction} {block_bytes // 1024} KiB: {rates}; ratio {case.ratio}")
     worst = min(cases, key=lambda name: cases[name].ratio.median)
     report(
@@ -159,7 +175,9 @@ def main() -> None:
         rate=True,
         case=worst,
         cases={name: case.ratio.median for name, case in cases.items()},
-        huge={name: case.to_huge for name, case in cases.items()},
+        in_place={name: case.in_place for name, case in cases.items()},
+        huge={name: case.to_huge(case.ours) for name, case in cases.items()},
+        huge_in_place={name: case.to_huge(case.front) for name, case in cases.items()},
         best={name: case.best for name, case in cases.items()},
         megabytes_per_s={name: statistics.median(case.ours) / 1e6 for name, case in cases.items()},
         plain_megabytes_per_s={name: statistics.median(case.plain) / 1e6 for name, case in cases.items()},

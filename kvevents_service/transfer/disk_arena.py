@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 from kvevents_service.transfer.arena import BlocksLost, HostArena
 from kvevents_service.transfer.copy import CopyRun, consecutive_runs
 from kvevents_service.transfer.disk_io import GONE, SECTOR_BYTES, DiskFaults, read_all, write_all
+from kvevents_service.transfer.disk_window import InPlace, Ring, Window, in_place
 from kvevents_service.transfer.memory import EngineMemory
 
 PART_BYTES = 4 * 1024 * 1024
@@ -59,7 +60,7 @@ class Staging(Protocol):
 
 
 class Part(NamedTuple):
-    """Blocks that go together, their places in the ring, and runs of places and slots."""
+    """Blocks that go together, their places in the window, and runs of places and slots."""
 
     blocks: array[int]
     places: array[int]
@@ -105,24 +106,30 @@ class DiskArena:
         for slot in slots:
             self.sums[slot] = NOTHING
 
-        def begin(part: Part) -> Future[None]:
-            rest = self._outgoing.store(memory, part.blocks, part.places)
-            return self._device.writers.submit(self._write, part, rest)
+        window = self._in_place(memory, blocks)
 
-        with closing(overlapped(self._cut(blocks, slots), self._parts, begin)) as written:
+        def begin(part: Part) -> Future[None]:
+            if window is not None:
+                return self._device.writers.submit(self._write, window, part, None)
+            rest = self._outgoing.store(memory, part.blocks, part.places)
+            return self._device.writers.submit(self._write, self._ring(self._outgoing), part, rest)
+
+        with closing(overlapped(self._cut(blocks, slots, window), self._parts, begin)) as written:
             deque(written, maxlen=0)
 
     def load(self, memory: EngineMemory, blocks: array[int], slots: array[int]) -> None:
         """Slots -> engine blocks. BlocksLost, at the end, names every slot whose bytes are not what was stored."""
 
+        window = self._in_place(memory, blocks)
+
         def begin(part: Part) -> Future[Bad]:
-            return self._device.readers.submit(self._read, part)
+            return self._device.readers.submit(self._read, window or self._ring(self._incoming), part)
 
         bad: Bad = []
-        with closing(overlapped(self._cut(blocks, slots), self._parts, begin)) as came:
+        with closing(overlapped(self._cut(blocks, slots, window), self._parts, begin)) as came:
             for part, lost in came:
                 bad += lost
-                if not bad:
+                if window is None and not bad:
                     _await(self._incoming.load(memory, part.blocks, part.places))
         if bad:
             self._lose(bad)
@@ -135,62 +142,73 @@ class DiskArena:
         kinds = Counter(kind for _, kind in bad)
         raise BlocksLost(slots, ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
 
-    def _cut(self, blocks: array[int], slots: array[int]) -> Iterator[Part]:
+    def _in_place(self, memory: EngineMemory, blocks: array[int]) -> InPlace | None:
+        window = in_place(memory.views, self.stride)
+        if window is not None:
+            window.check(blocks)
+        return window
+
+    def _ring(self, staging: Staging) -> Window:
+        return Ring(staging.bytes_of, self.block_bytes)
+
+    def _cut(self, blocks: array[int], slots: array[int], window: Window | None) -> Iterator[Part]:
         room = self._part_blocks
         for number, start in enumerate(range(0, len(blocks), room)):
             some = blocks[start : start + room]
             first = number % self._parts * room
-            places = array("i", range(first, first + len(some)))
+            places = array("i", range(first, first + len(some))) if window is None else some
             yield Part(some, places, list(consecutive_runs(places, slots[start : start + room])))
 
     # in the threads of the storage
 
-    def _write(self, part: Part, rest: Rest) -> None:
+    def _write(self, window: Window, part: Part, rest: Rest) -> None:
         _await(rest)
         for place, slot, count in part.runs:
-            sums = array("Q", (self._sum(self._outgoing, place + row) for row in range(count)))
+            sums = array("Q", (checksum(window.block(place + row)) for row in range(count)))
             try:
-                write_all(self._fd, self._outgoing.bytes_of(place, count), self._offset(slot), self._unit)
+                write_all(self._fd, window.run(place, count), self._offset(slot), self._unit)
             except OSError as error:
                 self._device.faults.count_error(error)
                 raise
             self.sums[slot : slot + count] = sums
 
-    def _read(self, part: Part) -> Bad:
+    def _read(self, window: Window, part: Part) -> Bad:
         bad: Bad = []
         for run in part.runs:
-            bad += self._read_run(run)
+            bad += self._read_run(window, run)
         return bad
 
-    def _read_run(self, run: CopyRun) -> Bad:
+    def _read_run(self, window: Window, run: CopyRun) -> Bad:
         """Where a run of slots cannot be read, each of them is tried: the good ones among them are not lost."""
         place, slot, count = run
         try:
-            read_all(self._fd, self._incoming.bytes_of(place, count), self._offset(slot), self._unit)
+            read_all(self._fd, window.run(place, count), self._offset(slot), self._unit)
         except OSError as error:
             if count > 1:
-                return [bad for row in range(count) for bad in self._read_run(CopyRun(place + row, slot + row, 1))]
+                ones = (CopyRun(place + row, slot + row, 1) for row in range(count))
+                return [bad for one in ones for bad in self._read_run(window, one)]
             self._device.faults.count_error(error)
             if error.errno not in GONE:
                 raise
             return [(slot, error.strerror or "error")]
-        return [bad for row in range(count) for bad in self._verify(place + row, slot + row)]
+        return [bad for row in range(count) for bad in self._verify(window.block(place + row), slot + row)]
 
-    def _verify(self, place: int, slot: int) -> Bad:
+    def _verify(self, block: memoryview, slot: int) -> Bad:
         expected = self.sums[slot]
         if expected == NOTHING:
             return [(slot, "never stored whole")]
-        if self._sum(self._incoming, place) == expected:
+        if checksum(block) == expected:
             return []
         self._device.faults.count("checksum")
         return [(slot, "checksum does not match")]
 
-    def _sum(self, staging: Staging, place: int) -> int:
-        """XXH3, 64 bits, of a block without its padding; never NOTHING."""
-        return xxh3_64_intdigest(staging.bytes_of(place, 1)[: self.block_bytes]) or 1
-
     def _offset(self, slot: int) -> int:
         return self._start + slot * self.stride
+
+
+def checksum(block: memoryview) -> int:
+    """XXH3, 64 bits; never NOTHING."""
+    return xxh3_64_intdigest(block) or 1
 
 
 def _await(rest: Rest) -> None:

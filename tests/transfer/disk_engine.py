@@ -19,21 +19,21 @@ SECTORS, PADDED, ODD = 16384, 20000, 80
 
 
 class Engine:
-    """`blocks` blocks of `block_bytes` random bytes in two layers."""
+    """`blocks` blocks of `block_bytes` random bytes in two layers; in one they lie as in a tier in front."""
 
-    def __init__(self, block_bytes: int, blocks: int = 32, seed: int = 7) -> None:
-        self.blocks, self.layer_bytes = blocks, block_bytes // LAYERS
+    def __init__(self, block_bytes: int, blocks: int = 32, seed: int = 7, layers: int = LAYERS) -> None:
+        self.blocks, self.layers, self.layer_bytes = blocks, layers, block_bytes // layers
         self.shared = SharedMemory.create(blocks * block_bytes)
         self.shared.map[:] = random.Random(seed).randbytes(blocks * block_bytes)
-        regions = uniform_layers(LAYERS, blocks, self.layer_bytes)
+        regions = uniform_layers(layers, blocks, self.layer_bytes)
         self.memory = attach([Memory(blocks * block_bytes)], regions, [os.dup(self.shared.fd)])
 
     def __getitem__(self, block: int) -> bytes:
-        starts = [(layer * self.blocks + block) * self.layer_bytes for layer in range(LAYERS)]
+        starts = [(layer * self.blocks + block) * self.layer_bytes for layer in range(self.layers)]
         return b"".join(self.shared.map[start : start + self.layer_bytes] for start in starts)
 
     def __setitem__(self, block: int, content: bytes) -> None:
-        for layer in range(LAYERS):
+        for layer in range(self.layers):
             start = (layer * self.blocks + block) * self.layer_bytes
             self.shared.map[start : start + self.layer_bytes] = content[layer * self.layer_bytes :][
                 : self.layer_bytes

@@ -25,13 +25,24 @@ SLOTS = 48
 @pytest.mark.parametrize("block_bytes", [SECTORS, PADDED, ODD])
 @pytest.mark.parametrize("part_blocks", [1, 3, 100])
 @pytest.mark.parametrize("scattered", [False, True], ids=["runs", "scattered"])
+@pytest.mark.parametrize("layers", [1, 2], ids=["in place", "staged"])
 def test_every_byte_comes_back(
-    tmp_path: Path, monkeypatch, block_bytes: int, part_blocks: int, scattered: bool, page_cache: bool
+    tmp_path: Path,
+    monkeypatch,
+    block_bytes: int,
+    part_blocks: int,
+    scattered: bool,
+    page_cache: bool,
+    layers: int,
 ) -> None:
     monkeypatch.setattr(disk_arena, "PART_BYTES", part_blocks * 20480)
     monkeypatch.setattr(disk_arena, "STAGING_BYTES", 3 * part_blocks * 20480)
     storage = DiskStorage(str(tmp_path), SLOTS * 20480, page_cache=page_cache)
-    (arena,), engine, rng = storage.arenas(SLOTS, [block_bytes]), Engine(block_bytes), random.Random(3)
+    (arena,), engine, rng = (
+        storage.arenas(SLOTS, [block_bytes]),
+        Engine(block_bytes, layers=layers),
+        random.Random(3),
+    )
     blocks = rng.sample(range(32), 20) if scattered else list(range(3, 23))
     slots = rng.sample(range(SLOTS), 20) if scattered else list(range(7, 27))
     before = [engine[block] for block in range(32)]

@@ -13,7 +13,7 @@ import pytest
 from disk_engine import SECTORS, Engine, instead, ints
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.transfer.arena import Arena, BlocksLost
@@ -32,9 +32,9 @@ def storage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DiskStor
     made.close()
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine(SECTORS)
+@pytest.fixture(params=[1, 2], ids=["in place", "staged"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = Engine(SECTORS, layers=request.param)
     yield made
     made.close()
 
@@ -273,6 +273,12 @@ class FaultyDisk(RuleBasedStateMachine):
         for place, slot in enumerate(slots):
             self.engine[place] = bytes([self.version % 256, slot]) * (SECTORS // 2)
         return {slot: self.engine[place] for place, slot in enumerate(slots)}
+
+    @initialize(layers=st.sampled_from([1, 2]))
+    def choose(self, layers: int) -> None:
+        """In place, or staged."""
+        self.engine.close()
+        self.engine = Engine(SECTORS, layers=layers)
 
     @rule(slots=slots)
     def store(self, slots: list[int]) -> None:
