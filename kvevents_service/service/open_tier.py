@@ -65,7 +65,12 @@ class Tiers:
 
     def capacities(self, block_sizes: Sequence[int]) -> list[int]:
         """Blocks of each tier, of these sizes, one a rank. ControlError if one holds too few."""
-        return [_capacity(tier, sum(block_sizes)) for tier in self.settings]
+        made = zip(self.settings, self.storages, strict=True)
+        return [_capacity(tier, storage.slot_bytes(block_sizes)) for tier, storage in made]
+
+    def stats(self) -> dict[str, int]:
+        """Of what the tiers are made of."""
+        return {name: value for storage in self.storages for name, value in storage.stats().items()}
 
     def empty(self, head: Head) -> OpenTier:
         """Before there is a size."""
@@ -107,7 +112,7 @@ def carry_on(before: OpenTier, after: OpenTier) -> None:
 
 def _storage(tier: TierSettings, config: ServeConfig) -> Storage:
     if tier.directory is not None:
-        return DiskStorage(tier.directory, tier.size_bytes)
+        return DiskStorage(tier.directory, tier.size_bytes, page_cache=tier.page_cache)
     return HostStorage(config.copy_threads, hugetlb=config.host_hugetlb)
 
 

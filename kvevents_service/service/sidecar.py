@@ -222,6 +222,7 @@ class Sidecar:
         return {
             **(tier.scheduler.stats() if tier else {}),
             **self.publisher.stats(),
+            **self._tiers.stats(),
             "bytes_moved": self._bytes_moved + moved,
             **self.copies.reports.counters,
             **device_stats(),

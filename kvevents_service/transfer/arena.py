@@ -63,8 +63,14 @@ class Storage(Protocol):
 
     medium: str
 
+    def slot_bytes(self, block_sizes: Sequence[int]) -> int:
+        """What a block of these sizes, one a rank, takes of the tier."""
+
     def arenas(self, slots: int, block_sizes: Sequence[int]) -> Sequence[Arena]:
         """An arena of `slots` slots for each block size. Those that were made before are void."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges of its own."""
 
     def close(self) -> None:
         """No copy may be running."""
@@ -89,6 +95,12 @@ class HostStorage:
         self.hugetlb = hugetlb
         threads = default_threads() if threads is None else threads
         self._crews = Crews(Crew(threads, "kvevents-store-crew"), Crew(threads, "kvevents-load-crew"))
+
+    def slot_bytes(self, block_sizes: Sequence[int]) -> int:
+        return sum(block_sizes)
+
+    def stats(self) -> dict[str, int]:
+        return {}
 
     def arenas(self, slots: int, block_sizes: Sequence[int]) -> Sequence[Arena]:
         return [HostArena(slots, block_bytes, self._crews, hugetlb=self.hugetlb) for block_bytes in block_sizes]

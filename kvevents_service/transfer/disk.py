@@ -1,125 +1,124 @@
-"""The disk tier: one file without a name, each rank's slots one after another in it.
+"""The disk tier: one file, each rank's slots one after another in it.
 
-It is unlinked as soon as it is made, so it leaves with the process, and all its space is taken at start: the disk
-is not found full later. Reads and writes go through a bounded buffer, one a direction, in the workers' threads.
+It is unlinked as soon as it is made, so it leaves with the process. With `keep` it has a name and an index beside
+it, and its blocks are found again. All its space is taken at start: the disk is not found full later. The file is
+never mapped: bytes that it has lost are an error of one read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import uuid
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from kvevents_service.errors import ConfigError
-from kvevents_service.transfer.arena import Arena, HostArena
-from kvevents_service.transfer.copy import CopyRun, consecutive_runs
-from kvevents_service.transfer.memory import BlockMemory
+import msgspec
 
-STAGING_BYTES = 4 * 1024 * 1024
-"""What is copied between two calls to the disk, or one block if that is more."""
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+from kvevents_service.core.metadata import StoreRun
+from kvevents_service.transfer.disk_arena import Device, DiskArena, stride_of
+from kvevents_service.transfer.disk_file import kept_file, nameless_file
+from kvevents_service.transfer.disk_index import DiskIndex
+from kvevents_service.transfer.disk_io import DiskFaults
+from kvevents_service.transfer.disk_layout import KeptLayout
+
+IO_THREADS = 4
+"""Reads, and writes, under way at once."""
+BLOCKS_NAME, INDEX_NAME = "kvevents.blocks", "kvevents.index"
 
 
 class DiskStorage:
-    """`size_bytes` of the file system that `directory` is on. ConfigError if they cannot be had."""
+    """`size_bytes` of the file system that `directory` is on. ConfigError if they cannot be had.
+
+    `page_cache`: copies go through it. Else around it, where the file system can: the memory is then left to those
+    who need it. `keep`: in a file that stays; see `recover`.
+    """
 
     medium = "STORAGE"
 
-    def __init__(self, directory: str, size_bytes: int) -> None:
+    def __init__(self, directory: str, size_bytes: int, *, page_cache: bool = False, keep: bool = False) -> None:
         self.size_bytes = size_bytes
-        self.fd = _nameless_file(directory)
-        self._closing = weakref.finalize(self, os.close, self.fd)
-        _check_space(self.fd, size_bytes)
-        try:
-            os.posix_fallocate(self.fd, 0, size_bytes)
-        except OSError as error:
-            raise ConfigError("disk_bytes", f"space that can be taken ({error.strerror})") from error
+        self.faults = DiskFaults()
+        self._index: DiskIndex | None = None
+        self._arenas: list[DiskArena] = []
+        direct = not page_cache
+        blocks = os.path.join(directory, BLOCKS_NAME)
+        self._file = kept_file(blocks, direct=direct) if keep else nameless_file(directory, direct=direct)
+        self._open = contextlib.ExitStack()
+        self._closing = weakref.finalize(self, self._open.close)
+        self._open.callback(self._file.close)
+        whole = os.fstat(self.fd).st_size == size_bytes
+        self._file.take(size_bytes)
+        if keep:
+            self._open_index(os.path.join(directory, INDEX_NAME), usable=whole)
+        self._readers, self._writers = (
+            ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"kvevents-disk-{kind}") for kind in ("load", "store")
+        )
 
     def __repr__(self) -> str:
-        return f"<DiskStorage {self.size_bytes} bytes>"
+        return f"<DiskStorage {self.size_bytes} bytes, {'direct' if self.direct else 'page cache'}>"
+
+    @property
+    def fd(self) -> int:
+        """The file, through the page cache."""
+        return self._file.fd
+
+    @property
+    def direct(self) -> bool:
+        """Whether copies can go around the page cache."""
+        return self._file.direct_fd is not None
 
     def close(self) -> None:
-        """Give the space back. No copy may be running."""
+        """Give the space back, or leave it for the next start. No copy may be running."""
+        self._readers.shutdown()
+        self._writers.shutdown()
+        if self._index is not None:
+            self._index.close()
         self._closing()
 
-    def arenas(self, slots: int, block_sizes: Sequence[int]) -> Sequence[Arena]:
-        """Their parts of the file, one behind the other: together they fit, as the tier's capacity says."""
-        starts = [slots * sum(block_sizes[:rank]) for rank in range(len(block_sizes))]
-        return [DiskArena(self, *part, slots) for part in zip(starts, block_sizes, strict=True)]
+    def slot_bytes(self, block_sizes: Sequence[int]) -> int:
+        """What a block of these sizes, one a rank, takes of the file: whole sectors where that costs little."""
+        return sum(stride_of(size, direct=self.direct) for size in block_sizes)
 
+    def arenas(self, slots: int, block_sizes: Sequence[int]) -> Sequence[DiskArena]:
+        """Their parts of the file, one behind the other: together they fit where `slots` x `slot_bytes` does."""
+        device = Device(self.fd, self._file.direct_fd, self._readers, self._writers, self.faults, self._forget)
+        starts = [slots * self.slot_bytes(block_sizes[:rank]) for rank in range(len(block_sizes))]
+        self._arenas = [DiskArena(device, *part, slots) for part in zip(starts, block_sizes, strict=True)]
+        return self._arenas
 
-class DiskArena:
-    """Slots of one rank in the file, from byte `start` on."""
+    def stats(self) -> dict[str, int]:
+        """Faults by kind, whether the page cache is gone around, and what is kept."""
+        index = {} if self._index is None else self._index.stats()
+        return {**self.faults.stats(), "disk_direct": int(self.direct), **index}
 
-    def __init__(self, storage: DiskStorage, start: int, block_bytes: int, slots: int) -> None:
-        self.slots = slots
-        self.block_bytes = block_bytes
-        self._storage = storage
-        self._start = start
-        staged = max(1, min(slots, STAGING_BYTES // block_bytes))
-        self._outgoing, self._incoming = HostArena(staged, block_bytes), HostArena(staged, block_bytes)
+    # what is kept
 
-    def __repr__(self) -> str:
-        return f"<DiskArena {self.slots} slots of {self.block_bytes} bytes>"
+    def recover(self, layout: KeptLayout) -> list[StoreRun]:
+        """Keep blocks of this layout in the arenas that were made last. Returns what is there of it already: runs
+        with their slots, parents before children, none of them checked before it is loaded. [] without `keep`."""
+        if self._index is None:
+            return []
+        cut = (self._arenas[0].slots, *(arena.stride for arena in self._arenas))
+        return self._index.recover(msgspec.structs.replace(layout, cut=cut), self._arenas)
 
-    def store(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
-        staging = self._outgoing
-        for some, places, runs in _staged(staging.slots, blocks, slots):
-            staging.store(memory, some, places)
-            for place, slot, count in runs:
-                _write(self._storage.fd, staging.bytes_of(place, count), self._offset(slot))
+    def keep(self, runs: Iterable[StoreRun]) -> None:
+        """These blocks are announced now: find them again after a restart."""
+        if self._index is not None:
+            self._index.keep(runs)
 
-    def load(self, memory: BlockMemory, blocks: array[int], slots: array[int]) -> None:
-        staging = self._incoming
-        for some, places, runs in _staged(staging.slots, blocks, slots):
-            for place, slot, count in runs:
-                _read(self._storage.fd, staging.bytes_of(place, count), self._offset(slot))
-            staging.load(memory, some, places)
+    def void(self) -> None:
+        """The blocks are worth nothing any more (a reset): never find them again."""
+        if self._index is not None:
+            self._index.void()
 
-    def _offset(self, slot: int) -> int:
-        return self._start + slot * self.block_bytes
+    def _forget(self, slots: array[int]) -> None:
+        if self._index is not None:
+            self._index.forget(slots)
 
-
-def _staged(
-    room: int, blocks: array[int], slots: array[int]
-) -> Iterator[tuple[array[int], array[int], list[CopyRun]]]:
-    """Cut a copy into pieces that fit into the buffer: blocks, their places in it, runs of places and slots."""
-    for start in range(0, len(blocks), room):
-        some = blocks[start : start + room]
-        places = array("i", range(len(some)))
-        yield some, places, list(consecutive_runs(places, slots[start : start + room]))
-
-
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, offset)
-        if not done:
-            raise OSError("the disk took no more bytes")
-        data, offset = data[done:], offset + done
-
-
-def _read(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.preadv(fd, [data], offset)
-        if not done:
-            raise OSError("the file ends before its last slot")
-        data, offset = data[done:], offset + done
-
-
-def _nameless_file(directory: str) -> int:
-    path = os.path.join(directory, f".kvevents-{uuid.uuid4().hex}")
-    try:
-        fd = os.open(path, _FLAGS, 0o600)
-        os.unlink(path)
-    except OSError as error:
-        raise ConfigError("disk_path", f"a directory that files can be made in ({error.strerror})") from error
-    return fd
-
-
-def _check_space(fd: int, size_bytes: int) -> None:
-    status = os.fstatvfs(fd)
-    free = status.f_bavail * status.f_frsize
-    if size_bytes > free:
-        raise ConfigError("disk_bytes", f"at most {free}, what is free on the file system of disk_path")
+    def _open_index(self, path: str, *, usable: bool) -> None:
+        """`usable`: the blocks were found as they were left."""
+        file = kept_file(path)
+        self._open.callback(file.close)
+        self._index = DiskIndex(file, self.medium, self.faults, usable=usable)

@@ -81,6 +81,19 @@ async def test_ranks_on_disk(run, tmp_path: Path) -> None:
     assert len(PIPELINE) == len([RankMemory(rank, shape).close() for rank, shape in enumerate(PIPELINE)])
 
 
+@pytest.mark.parametrize("page_cache", [False, True])
+async def test_the_page_cache_is_used_where_it_is_asked_for(run, engine, tmp_path: Path, page_cache: bool) -> None:
+    disk = {"host_bytes": None, "disk_path": str(tmp_path), "disk_bytes": 1 << 20, "disk_page_cache": page_cache}
+    async with run(**disk) as service:
+        mini = await asyncio.to_thread(engine)
+        mini.fill(3, 41)
+        await asyncio.to_thread(mini.store, chain(1, 1), [3])
+        assert await asyncio.to_thread(mini.load, chain(1, 1), [9]) == 1
+        assert mini.holds(9, 41)
+        assert service.sidecar.stats()["disk_direct"] <= (not page_cache)
+        assert service.sidecar.stats()["disk_errors_checksum"] == 0
+
+
 async def test_a_file_that_lost_its_bytes_makes_loads_misses_and_the_sidecar_goes_on(
     run, engine, tmp_path: Path
 ) -> None:
@@ -90,6 +103,7 @@ async def test_a_file_that_lost_its_bytes_makes_loads_misses_and_the_sidecar_goe
         storage = service.sidecar._tiers.storages[0]
         os.ftruncate(storage.fd, 0)
         assert await asyncio.to_thread(mini.load, chain(1, 4), [10, 11, 12, 13]) == 0
+        assert service.sidecar.stats()["disk_errors_short"] == 4
         mini.fill(5, 77)
         await asyncio.to_thread(mini.store, chain(2, 1), [5])  # a write makes the file grow again
         assert await asyncio.to_thread(mini.load, chain(2, 1), [20]) == 1
