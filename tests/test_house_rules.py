@@ -30,7 +30,10 @@ MAY_IMPORT = {
     "transfer": {"transfer", "core", "wire", "errors"},
     "engine": {"engine", "core", "wire", "errors"},
     "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets"},
-    "cli": {"cli", "subscriber", "service", "wire", "core", "config", "errors", "sockets", "engine"},
+    "cli": {
+        *("cli", "subscriber", "service", "wire", "core", "config", "settings", "sizes", "errors", "sockets"),
+        "engine",
+    },
 }
 """What a folder may import of this package."""
 
