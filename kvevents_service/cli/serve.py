@@ -47,6 +47,9 @@ GC_THRESHOLD = 50_000
 @click.option("--dp-rank", type=int, metavar="N", help="Data parallel rank in every batch. [default: 0]")
 @click.option("--state-dir", metavar="D", help="Keep event numbers here, so that they never go back.")
 @click.option("--allow-remote", is_flag=True, default=None, help="Allow addresses other machines can reach.")
+@click.option(
+    "--admin", metavar="A", help="HOST:PORT of metrics, probes and the live page, or off. [default: auto]"
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), help="What is said on stderr. [default: info]")
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), help="Lines of text or JSON. [default: text]")
 @click.option("--print-config", is_flag=True, help="Print the settings in effect, and where each was said.")

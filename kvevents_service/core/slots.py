@@ -107,4 +107,4 @@ class SlotTable:
 
     def pinned(self) -> int:
         """How many slots carry a pin."""
-        return sum(1 for pins in self._pins if pins)
+        return self.capacity - self._pins.count(0)

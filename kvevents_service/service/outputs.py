@@ -25,7 +25,7 @@ class Output:
         self.exact = exact
         self.numbers = OutputNumbers()
         self.sent = self.refused = 0
-        self._socket = socket
+        self.socket = socket
 
     def __repr__(self) -> str:
         return f"<Output {self.topic!r} sent={self.sent} {self.numbers!r}>"
@@ -34,7 +34,7 @@ class Output:
         """Send number `seq` of the journal now or never."""
         number = self.numbers.outward(seq)
         try:
-            self._socket.send_multipart(live_frames(self.topic, number, payloads[self.encoding]), zmq.NOBLOCK)
+            self.socket.send_multipart(live_frames(self.topic, number, payloads[self.encoding]), zmq.NOBLOCK)
         except zmq.Again:
             self.refused += 1  # the number is spent and retained: consumers see a gap and can replay it
         else:

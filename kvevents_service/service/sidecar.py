@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from kvevents_service.core.ranks import RankReports
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import TierSpec
 from kvevents_service.errors import ControlError
+from kvevents_service.service.copy_meter import CopyMeter
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.roster import Engine, Head, Roster, Session
@@ -70,6 +72,8 @@ class Sidecar:
         self.roster = Roster()
         self.tier: OpenTier | None = None
         self.draining = False
+        self.errors: Counter[str] = Counter()
+        self.meter = CopyMeter(clock)
         self._storage = _storage(config.tier)
         self._reports = RankReports()
         self._idle = asyncio.Event()
@@ -210,6 +214,7 @@ class Sidecar:
         engine, tier = self.roster.engines[transfer.session_id], self.tier
         assert tier is not None, "only a tier's scheduler asks for a copy"
         self._reports.begin(transfer, len(tier.lanes))
+        self.meter.begin(transfer, tier.scheduler.tier.spec.medium)
         engine.session.copies += 1
         self._idle.clear()
         for rank, holder in self.roster.holders(engine).items():
@@ -227,6 +232,7 @@ class Sidecar:
         good = self._reports.report(future.meta, rank, good=self._went_well(future, rank))
         if good is not None:
             engine.copies -= 1
+            self.meter.end(future.meta, tier.block_bytes, good=good)
             end = tier.scheduler.complete if good else tier.scheduler.fail
             self.perform(end(future.meta))
             engine.copy_ended()
