@@ -34,7 +34,8 @@ class Source(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One batch. skipped: what of it was left out (unknown events). replayed: it came by replay or snapshot."""
+    """One batch. skipped: what of it was left out (unknown events). replayed: it came by replay or snapshot.
+    payload: as it came."""
 
     topic: bytes
     seq: int
@@ -42,6 +43,7 @@ class Batch(NamedTuple):
     skipped: tuple[Skipped, ...]
     replayed: bool
     source: Origin = NOWHERE
+    payload: bytes = b""
 
 
 class Undecodable(NamedTuple):
