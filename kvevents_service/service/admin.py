@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from importlib.resources import files
 from typing import Final
@@ -114,7 +114,7 @@ class Admin:
             return plain(HTTPStatus.SERVICE_UNAVAILABLE, f"at most {MAX_STREAMS} pages at once")
         return Response(HTTPStatus.OK, self._stream(), "text/event-stream")
 
-    async def _stream(self) -> AsyncIterator[bytes]:
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
         self.streams += 1
         try:
             while True:

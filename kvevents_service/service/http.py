@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing, suppress
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
@@ -45,7 +45,7 @@ class Response(NamedTuple):
     """One answer. A body that comes piece by piece goes on until it ends or its reader leaves."""
 
     status: HTTPStatus
-    body: bytes | AsyncIterator[bytes]
+    body: bytes | AsyncGenerator[bytes, None]
     content_type: str = TEXT
 
 
@@ -172,8 +172,9 @@ class Exchange:
         if isinstance(body, bytes):
             await self._send_body(body)
         elif not self._head_only:
-            async for piece in body:
-                await self._send(h11.Data(data=piece))
+            async with aclosing(body) as pieces:
+                async for piece in pieces:
+                    await self._send(h11.Data(data=piece))
         await self._send(h11.EndOfMessage())
 
     async def _send_body(self, body: bytes) -> None:

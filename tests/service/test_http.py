@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -31,7 +31,7 @@ async def broken() -> Response:
 
 
 async def numbers() -> Response:
-    async def pieces() -> AsyncIterator[bytes]:
+    async def pieces() -> AsyncGenerator[bytes, None]:
         for number in range(3):
             yield b"%d\n" % number
 
@@ -39,7 +39,7 @@ async def numbers() -> Response:
 
 
 async def endless() -> Response:
-    async def pieces() -> AsyncIterator[bytes]:
+    async def pieces() -> AsyncGenerator[bytes, None]:
         while True:
             yield BIG
 
