@@ -48,7 +48,7 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 )
 @click.option("--topic", metavar="T", default="", help="Only messages of exactly this topic. [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N events.")
+@click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N events, or lines of sums.")
 @click.option("--since", type=click.IntRange(min=0), metavar="SEQ", default=0, help="Nothing of smaller numbers.")
 @click.option("--type", "types", multiple=True, type=click.Choice(list(TYPES)), help="Only these events.")
 @click.option("--medium", "media", multiple=True, metavar="M", help="Only this tier (GPU, CPU, STORAGE, ...).")
@@ -126,8 +126,11 @@ def _sink(
     if rate and summary is not None:
         raise click.UsageError("give --rate or --summary, not both")
     period = RATE_S if rate else summary
-    sums = None if period is None else Sums(fold=not rate, as_json=shown["as_json"])
-    return Sink(_printer(labels, **shown), sums, period, recorder, write, time.time)
+    printer = _printer(labels, **shown)
+    sums = None
+    if period is not None:
+        sums = Sums(printer.wanted, fold=not rate, as_json=shown["as_json"], count=shown["count"])
+    return Sink(printer, sums, period, recorder, write, time.time)
 
 
 def _printer(
@@ -179,9 +182,9 @@ def read(recording: IO[str], sink: Sink, topic: bytes, tags: Callable[[list[str]
                 sink.printer.replay_end()
             elif topic in (b"", one.topic if isinstance(one, Batch) else one.source.topic):
                 sink.item(one)
+        sink.end()
     except Enough:
         return status
-    sink.end()
     if topic and topic not in reader.topics:
         there = ", ".join(repr(topic_text(name)) for name in reader.topics) or "none"
         chat(f"no message of topic {topic_text(topic)!r}, topics there: {there}")

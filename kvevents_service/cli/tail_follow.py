@@ -37,6 +37,7 @@ class Sink(NamedTuple):
     def say_sums(self, seconds: float) -> None:
         if self.sums is not None:
             self.write(self.sums.line(self.clock(), seconds))
+            self.sums.said()
 
     def end(self) -> None:
         """Of a recording: its sums, as if it had taken one period."""

@@ -7,9 +7,11 @@ from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from kvevents_service.cli.render import clock_time, escape
+from kvevents_service.cli.tail_filter import Filter
+from kvevents_service.cli.tail_printer import Enough
 from kvevents_service.core.residency import Residency
 from kvevents_service.subscriber import Back, Batch, Gap, Item, Restart, Resync, Stale
-from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents_service.wire.jsonform import Json
 
 
@@ -23,9 +25,13 @@ class Resident(NamedTuple):
 
 
 class Sums:
-    """Counts since the last line; with `fold`, what the streams add up to as well."""
+    """Counts of what is wanted since the last line; with `fold`, what the streams add up to on the wanted media and
+    in the wanted groups as well. Raises Enough after `count` lines."""
 
-    def __init__(self, *, fold: bool, as_json: bool) -> None:
+    def __init__(self, wanted: Filter, *, fold: bool, as_json: bool, count: int | None = None) -> None:
+        self._wanted = wanted
+        self._shelves = Filter(media=wanted.media, groups=wanted.groups)
+        self._left = count
         self._counts: Counter[str] = Counter()
         self._folds: defaultdict[str, Residency] | None = defaultdict(Residency) if fold else None
         self._as_json = as_json
@@ -45,17 +51,28 @@ class Sums:
     def _batch(self, item: Batch) -> None:
         self._counts["batches"] += 1
         for event in item.batch.events:
-            match event:
-                case BlockStored():
-                    self._counts["stored_events"] += 1
-                    self._counts["stored_blocks"] += len(event.block_hashes)
-                case BlockRemoved():
-                    self._counts["removed_events"] += 1
-                    self._counts["removed_blocks"] += len(event.block_hashes)
-                case AllBlocksCleared():
-                    self._counts["cleared_events"] += 1
+            if self._wanted.wants(event, item.source.label, item.seq):
+                self._count(event)
         if self._folds is not None:
-            self._folds[item.source.label].apply(item.batch.events)
+            self._folds[item.source.label].apply(filter(self._shelves.wants, item.batch.events))
+
+    def _count(self, event: Event) -> None:
+        match event:
+            case BlockStored():
+                self._counts["stored_events"] += 1
+                self._counts["stored_blocks"] += len(event.block_hashes)
+            case BlockRemoved():
+                self._counts["removed_events"] += 1
+                self._counts["removed_blocks"] += len(event.block_hashes)
+            case AllBlocksCleared():
+                self._counts["cleared_events"] += 1
+
+    def said(self) -> None:
+        """A line was written."""
+        if self._left is not None:
+            self._left -= 1
+            if not self._left:
+                raise Enough
 
     def resident(self) -> list[Resident]:
         folds = {} if self._folds is None else self._folds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from importlib.resources import files
@@ -25,6 +26,7 @@ JSON: Final = "application/json"
 MAX_STREAMS: Final = 8
 """Pages that are open at once; each holds one of the server's places."""
 PERIOD_S: Final = 1.0
+FRESH_S: Final = 0.25
 _PAGE: Final = files("kvevents_service") / "data" / "live.html"
 _BACKLOG: Final = 32
 
@@ -71,6 +73,7 @@ class Admin:
         self._instruments = instruments
         self._probe = probe
         self._metrics = Metrics(instruments)
+        self._made, self._made_at = b"", -FRESH_S
         routes = {
             "/": self._page,
             "/live": self._live,
@@ -97,7 +100,14 @@ class Admin:
         return Response(HTTPStatus.OK, self._metrics.text(), CONTENT_TYPE)
 
     async def _state(self) -> Response:
-        return Response(HTTPStatus.OK, msgspec.json.encode(self._instruments.state()), JSON)
+        return Response(HTTPStatus.OK, self._encoded(), JSON)
+
+    def _encoded(self) -> bytes:
+        """The state as JSON; made anew at most every FRESH_S, however many ask."""
+        now = time.monotonic()
+        if now - self._made_at >= FRESH_S:
+            self._made, self._made_at = msgspec.json.encode(self._instruments.state()), now
+        return self._made
 
     async def _alive(self) -> Response:
         """The loop answers, and that is all."""
@@ -118,7 +128,7 @@ class Admin:
         self.streams += 1
         try:
             while True:
-                yield b"data: " + msgspec.json.encode(self._instruments.state()) + b"\n\n"
+                yield b"data: " + self._encoded() + b"\n\n"
                 await asyncio.sleep(PERIOD_S)
         finally:
             self.streams -= 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvevents_service.core.slots import PENDING, READY
+import numpy as np
+
 from kvevents_service.service.sidecar import Sidecar
 from kvevents_service.wire.control import GroupSpec
 
@@ -35,12 +36,9 @@ def tiers_of(sidecar: Sidecar) -> list[TierView]:
     if tier is None:
         return []
     scheduler, spec = tier.scheduler, tier.scheduler.tier.spec
-    blocks = {
-        "resident": scheduler.pool.count(READY),
-        "pending": scheduler.pool.count(PENDING),
-        "free": scheduler.pool.free_slots,
-        "pinned": scheduler.pool.pinned(),
-    }
+    stats = scheduler.stats()
+    blocks = {state: stats[f"blocks_{state}"] for state in ("resident", "pending", "free")}
+    blocks["pinned"] = int(np.count_nonzero(np.frombuffer(scheduler.pool.pins, dtype=np.int32)))
     return [
         TierView(
             medium=spec.medium,
@@ -50,6 +48,6 @@ def tiers_of(sidecar: Sidecar) -> list[TierView]:
             namespace=tier.head.namespace,
             blocks=blocks,
             groups=tier.head.groups,
-            stats=scheduler.stats(),
+            stats=stats,
         )
     ]

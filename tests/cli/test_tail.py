@@ -388,6 +388,16 @@ class TestSums:
         assert "stored 1.0 events/s, 1 blocks/s" in result.stdout
         assert "CPU g0: 1 blocks" in result.stdout
 
+    def test_they_are_of_what_is_wanted_and_end_when_they_are_counted(self, stream: Stream) -> None:
+        process = stream.tail("--summary", "0.3", "--count", "2", "--json", "--medium", "CPU", "--type", "removed")
+        stream.send(0, stored("CPU"), stored("GPU"), BlockRemoved([7], "CPU"), BlockRemoved([7], "GPU"))
+        status, stdout, _ = ended(process)
+        first, second = objects(stdout)
+        assert status == 0
+        assert (first["stored_events"], first["removed_events"]) == (0, 1)
+        assert second["removed_events"] == 0
+        assert [(one["medium"], one["blocks"]) for one in second["resident"]] == [("CPU", 1)]
+
     def test_a_loss_is_counted_and_what_was_known_is_forgotten(self, stream: Stream) -> None:
         process = stream.tail("--summary", "0.7", "--json")
         stream.send(0, stored("CPU"))

@@ -11,7 +11,7 @@ import pytest
 
 import kvevents_service
 from kvevents_service.errors import ConfigError
-from kvevents_service.service.admin import MAX_STREAMS, listen, url_of
+from kvevents_service.service.admin import FRESH_S, MAX_STREAMS, listen, url_of
 from kvevents_service.testing import make_chain
 
 PAGE = Path(kvevents_service.__file__).parent / "data" / "live.html"
@@ -108,6 +108,14 @@ async def test_many_pages_leave_room_for_the_probes(run) -> None:
         assert (await get(service.ready.admin, "/readyz"))[0] == "HTTP/1.1 200 OK"
         for writer in held:
             writer.close()
+
+
+async def test_many_who_ask_at_once_cost_one_look(run) -> None:
+    async with run(admin=LOCAL) as service:
+        first = service.admin._encoded()
+        assert service.admin._encoded() is first
+        await asyncio.sleep(FRESH_S)
+        assert service.admin._encoded() is not first
 
 
 # where it listens
