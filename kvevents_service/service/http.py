@@ -115,6 +115,10 @@ class HttpServer:
             assert exchange is not None, "only an exchange reads"
             with suppress(OSError, TimeoutError, h11.LocalProtocolError):
                 await exchange.answer(plain(HTTPStatus(error.error_status_hint)))
+        except Exception:  # the border of a connection: a stream that breaks off must not end the service
+            self.failed += 1
+            if is_told(self.failed):
+                log.exception("an answer broke off (%d failures so far)", self.failed)
         finally:
             self.connections -= 1
             if exchange is None:
@@ -134,7 +138,7 @@ class HttpServer:
         except Exception:  # the border of a request: a bug in a view must not end the service
             self.failed += 1
             if is_told(self.failed):
-                log.exception("%s failed (%d requests so far)", path, self.failed)
+                log.exception("%s failed (%d failures so far)", path, self.failed)
             return plain(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 

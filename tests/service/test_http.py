@@ -3,9 +3,10 @@
 import asyncio
 import json
 import logging
+import random
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 
 import pytest
@@ -46,7 +47,22 @@ async def endless() -> Response:
     return Response(HTTPStatus.OK, pieces())
 
 
-ROUTES = {"/hello": hello, "/big": big, "/broken": broken, "/numbers": numbers, "/endless": endless}
+async def breaking() -> Response:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"first"
+        raise KeyError("a bug")
+
+    return Response(HTTPStatus.OK, pieces())
+
+
+ROUTES = {
+    "/breaking": breaking,
+    "/hello": hello,
+    "/big": big,
+    "/broken": broken,
+    "/numbers": numbers,
+    "/endless": endless,
+}
 
 
 @asynccontextmanager
@@ -92,7 +108,7 @@ async def settled(server: HttpServer) -> None:
         (b"GET /hello HTTP/1.0\r\n\r\n", b"200 OK", b"hello\n"),
         (b"HEAD /hello HTTP/1.1\r\nHost: x\r\n\r\n", b"200 OK", b""),
         (b"HEAD /numbers HTTP/1.1\r\nHost: x\r\n\r\n", b"200 OK", b""),
-        (GET % b"/nowhere", b"404 Not Found", b"there are: /hello, /big, /broken, /numbers, /endless\n"),
+        (GET % b"/nowhere", b"404 Not Found", b"there are: /breaking, /hello, /big, /broken, /numbers, /endless\n"),
         (GET % b"/../hello", b"404 Not Found", None),
         (b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab", b"405 Method Not Allowed", None),
         (b"GET /hello HTTP/1.1\r\n\r\n", b"400 Bad Request", None),
@@ -129,6 +145,16 @@ async def test_a_bug_is_logged_and_the_next_request_is_answered(caplog: pytest.L
         assert b"hello" in await ask(server, GET % b"/hello")
         assert server.failed == 5
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+async def test_a_stream_that_breaks_off_ends_only_itself(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as server:
+        answer = await ask(server, GET % b"/breaking")
+        assert b"first" in answer
+        assert not answer.endswith(b"0\r\n\r\n"), "its reader can tell"
+        assert b"hello" in await ask(server, GET % b"/hello")
+        assert server.failed == 1
+    assert len(caplog.records) == 1
 
 
 async def test_who_asks_too_slowly_is_left() -> None:
@@ -174,6 +200,43 @@ async def test_too_many_are_told_so_and_places_come_back() -> None:
             writer.close()
         await settled(server)
         assert b"hello" in await ask(server, GET % b"/hello")
+
+
+def requests(seed: int, count: int) -> Iterator[bytes]:
+    """Requests as they should not be: cut, flipped, doubled, of methods and headers that few send."""
+    chance = random.Random(seed)
+    whole = [
+        GET % b"/hello",
+        GET % b"/numbers",
+        b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /hello HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"GET /hello HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n",
+        b"GET /hello HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        bytes(range(256)),
+    ]
+    for _ in range(count):
+        made = bytearray(chance.choice(whole))
+        for _ in range(chance.randrange(4)):
+            made[chance.randrange(len(made))] = chance.randrange(256)
+        cut = chance.choice((len(made), len(made), chance.randrange(len(made) + 1)))
+        yield bytes(made[:cut]) * chance.choice((1, 1, 2))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_request_does_harm(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(request_s=5) as server:
+        for request in requests(seed, 100):
+            reader, writer = await connect(server)
+            writer.write(request)
+            writer.write_eof()
+            with suppress(ConnectionError):
+                await reader.read(-1)
+            writer.close()
+        assert b"hello" in await ask(server, GET % b"/hello")
+        await settled(server)
+        assert server.failed == 0
+    assert not caplog.records
 
 
 async def test_an_end_does_not_wait_for_an_open_stream() -> None:
