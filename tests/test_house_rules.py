@@ -113,6 +113,15 @@ def test_what_people_and_routers_import_does_not_load_torch(module: str) -> None
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("module", [".subscriber", ".cli", ".engine.client"])
+def test_what_only_serve_needs_is_not_needed_elsewhere(module: str) -> None:
+    blocked = (
+        "for name in ('torch', 'numpy', 'h11', 'prometheus_client', 'tomli_w', 'rich'): sys.modules[name] = None"
+    )
+    code = f"import sys\n{blocked}\nimport {PACKAGE}{module}"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 # how long things are
 
 

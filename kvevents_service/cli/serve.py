@@ -90,15 +90,15 @@ def _missing(package: str) -> ConfigError:
 def _run(config: ServeConfig) -> int:
     try:
         import torch
-    except ImportError:
-        raise _missing("torch") from None
-    import uvloop
+        import uvloop
+
+        from kvevents_service.service.app import Ready, serve
+    except ModuleNotFoundError as error:
+        raise _missing(error.name or "a package") from error
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if config.tier.directory is None and config.tier.size_bytes > memory:
         raise ConfigError("host_bytes", f"at most {memory}, the memory of this machine")
-
-    from kvevents_service.service.app import Ready, serve
 
     torch.set_num_threads(1)  # copies are bound by memory; the other cores are the engine's
     gc.set_threshold(GC_THRESHOLD)
