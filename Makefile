@@ -43,6 +43,7 @@ docker-check: $(STAMP)
 
 schema: $(STAMP)
 	@$(BIN)/python tools/make_schema.py
+	@$(BIN)/python tools/make_asyncapi.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build *.egg-info .coverage

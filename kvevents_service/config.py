@@ -1,13 +1,11 @@
-"""Settings of `kvevents serve`: a TOML file, overridden by flags, checked before anything starts."""
+"""Settings of `kvevents serve`, checked before anything starts. `settings` says where they come from."""
 
 from __future__ import annotations
 
 import os
-import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +16,9 @@ from kvevents_service.wire.dialects import DIALECTS
 
 DEFAULT_HOST_BYTES = 1 << 30
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+ADMIN_AUTO, ADMIN_OFF = "auto", "off"
+ADMIN_DEFAULT = "127.0.0.1:9470"
 SCHEMES = ("tcp://", "ipc://")
 _SNAPSHOT_DIALECTS = " or ".join(name for name, dialect in DIALECTS.items() if dialect.publisher_id)
 MAX_INT32 = (1 << 31) - 1
@@ -104,6 +105,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `requests_per_s` and `answer_bytes_per_s` bound what each host may ask of replay and snapshot endpoints.
     `curve_secret_file` and `curve_allowed_keys_file`: see `curve`. `redact_tokens`: stores have no token ids;
     `hash_salt_file`: block hashes are mapped one way. See docs/security.md.
+    `admin` is HOST:PORT for metrics and probes; "auto" takes 127.0.0.1:9470, or any free port where that is taken.
     """
 
     engine_socket: str = msgspec.field(default_factory=default_engine_socket)
@@ -136,7 +138,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_s: float = 100.0
     answer_bytes_per_s: float = 268_435_456.0
     stop_s: float = 10.0
+    admin: str = ADMIN_AUTO
     log_level: str = "info"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         self._check_tier()
@@ -151,13 +155,15 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _expect(self.send_high_water_mark <= MAX_INT32, "send_high_water_mark", f"at most {MAX_INT32}")
         _expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
         _expect(self.log_level in LOG_LEVELS, "log_level", f"one of {', '.join(LOG_LEVELS)}")
+        _expect(self.log_format in LOG_FORMATS, "log_format", f"one of {', '.join(LOG_FORMATS)}")
+        self._check_admin()
         _expect(_is_path(self.engine_socket), "engine_socket", "a path")
         _expect(len(os.fsencode(self.engine_socket)) < 108, "engine_socket", "a path of at most 107 bytes")
         _expect(self.state_dir is None or _is_path(self.state_dir), "state_dir", "a directory")
-        for output in self.event_outputs:
+        for place, output in self._placed_outputs():
             topic_bytes = len(output.topic.encode(errors="replace"))
             fits = _is_text(output.topic) and topic_bytes <= MAX_TOPIC_BYTES
-            _expect(fits, "topic", f"at most {MAX_TOPIC_BYTES} bytes of UTF-8")
+            _expect(fits, f"{place}topic", f"at most {MAX_TOPIC_BYTES} bytes of UTF-8")
         for name, endpoint, output in self._named_endpoints():
             self._check_endpoint(name, endpoint, open_to_all=not output.encrypted)
         self._check_overlaps()
@@ -165,11 +171,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def event_outputs(self) -> list[OutputConfig]:
         """Every output, its topic filled in."""
+        return [output for _, output in self._placed_outputs()]
+
+    def _placed_outputs(self) -> Iterator[tuple[str, OutputConfig]]:
+        """Every output, its topic filled in, with what stands before the names of its settings."""
         one = OutputConfig(**{name: getattr(self, name) for name in OutputConfig.__struct_fields__})
-        return [
-            msgspec.structs.replace(output, topic=filled_in(output.topic, self.labels, os.environ))
-            for output in self.outputs or (one,)
-        ]
+        for number, output in enumerate(self.outputs or (one,)):
+            place = f"outputs[{number}]." if self.outputs else ""
+            try:
+                topic = filled_in(output.topic, self.labels, os.environ)
+            except ConfigError as error:
+                raise ConfigError(f"{place}{error.setting}", error.expected) from error
+            yield place, msgspec.structs.replace(output, topic=topic)
 
     def _check_overlaps(self) -> None:
         taken: list[tuple[str, str]] = []
@@ -180,9 +193,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _named_endpoints(self) -> Iterator[tuple[str, str, OutputConfig]]:
         """What is bound, by the name of its setting in the file, and the output it belongs to."""
-        for number, output in enumerate(self.event_outputs):
+        for place, output in self._placed_outputs():
             for setting, endpoint in output.endpoints().items():
-                yield f"outputs[{number}].{setting}" if self.outputs else setting, endpoint, output
+                yield f"{place}{setting}", endpoint, output
 
     def _check_tier(self) -> None:
         disk = self.disk_path is not None
@@ -199,11 +212,6 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _expect(value is None or value >= least, setting, "a positive whole number")
 
     @property
-    def tier(self) -> TierSettings:
-        """The first tier: engines' blocks go there."""
-        return self.tiers[0]
-
-    @property
     def tiers(self) -> tuple[TierSettings, ...]:
         """The tiers that these settings ask for, the fastest first."""
         host = TierSettings("host", self.host_bytes or DEFAULT_HOST_BYTES, self.host_blocks)
@@ -213,17 +221,29 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         disk = TierSettings("disk", *limits, page_cache=self.disk_page_cache)
         return (host, disk) if self.host_bytes else (disk,)
 
+    def _check_admin(self) -> None:
+        if self.admin in (ADMIN_AUTO, ADMIN_OFF):
+            return
+        _expect(_is_text(self.admin) and _is_path(self.admin), "admin", "HOST:PORT, auto or off")
+        _check_address("admin", self.admin)
+        local = self.allow_remote or is_local(self.admin)
+        _expect(local, "admin", "a loopback address, or --allow-remote: it shows what the sidecar does")
+
     def _check_endpoint(self, setting: str, endpoint: str, *, open_to_all: bool) -> None:
         _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
         _expect(_is_text(endpoint) and _is_path(endpoint), setting, "an endpoint in UTF-8, without NUL")
         if endpoint.startswith("tcp://"):
-            host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-            digits = port.isascii() and port.isdigit() and len(port) <= 5
-            _expect(digits and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
-            _expect(host != "" and (":" not in host or host[0] == "["), setting, "a host; IPv6 in [brackets]")
+            _check_address(setting, endpoint.removeprefix("tcp://"))
         kept = self.allow_remote or not open_to_all or is_local(endpoint)
         expected = "a loopback address, CURVE keys, or --allow-remote: events carry prompt tokens"
         _expect(kept, setting, expected)
+
+
+def _check_address(setting: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    digits = port.isascii() and port.isdigit() and len(port) <= 5
+    _expect(digits and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
+    _expect(host != "" and (":" not in host or host[0] == "["), setting, "a host; IPv6 in [brackets]")
 
 
 def _expect(good: bool, setting: str, expected: str) -> None:
@@ -238,38 +258,3 @@ def _is_path(text: str) -> bool:
 def _is_text(text: str) -> bool:
     """False for what came from an argument that is not UTF-8."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
-    """The file's settings with the overrides that are not None. ConfigError names the first bad setting."""
-    settings = _read(path) if path is not None else {}
-    settings |= {key: value for key, value in overrides.items() if value is not None}
-    both = [key for key in OutputConfig.__struct_fields__ if key in settings and "outputs" in settings]
-    _expect(not both, ", ".join(both), "to stand in each of [[outputs]], or there to be no [[outputs]]")
-    _check_outputs(settings.get("outputs"))
-    try:
-        return msgspec.convert(settings, ServeConfig)
-    except msgspec.ValidationError as error:
-        named = re.search(r"at `\$\.([^`]+)`", str(error))
-        setting = named[1] if named else str(path or "flags")
-        raise ConfigError(setting, f"a known setting of the right type ({error})") from error
-
-
-def _check_outputs(tables: Any) -> None:
-    """Say which table a bad value is in. What is of a wrong type or unknown is left to the whole conversion."""
-    for number, table in enumerate(tables if isinstance(tables, list) else ()):
-        try:
-            msgspec.convert(table, OutputConfig)
-        except msgspec.ValidationError:
-            continue
-        except ConfigError as error:
-            raise ConfigError(f"outputs[{number}].{error.setting}", error.expected) from None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError("config", f"a readable file, not {path} ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("config", f"TOML in {path} ({error})") from error

@@ -275,7 +275,7 @@ class Feed:
         except WireError as error:
             lane.sequence.distrust()
             return Undecodable(topic, frame.seq, error, lane.origin)
-        return Batch(topic, frame.seq, batch, skipped, replayed, lane.origin)
+        return Batch(topic, frame.seq, batch, skipped, replayed, lane.origin, frame.payload)
 
     def _count(self, item: Item) -> None:
         match item:

@@ -37,7 +37,8 @@ class Source(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One batch. skipped: what of it was left out (unknown events). replayed: it came by replay or snapshot."""
+    """One batch. skipped: what of it was left out (unknown events). replayed: it came by replay or snapshot.
+    payload: as it came."""
 
     topic: bytes
     seq: int
@@ -45,6 +46,7 @@ class Batch(NamedTuple):
     skipped: tuple[Skipped, ...]
     replayed: bool
     source: Origin = NOWHERE
+    payload: bytes = b""
 
 
 class Undecodable(NamedTuple):

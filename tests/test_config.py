@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvevents_service.config import OutputConfig, ServeConfig, load_config
+from kvevents_service.config import OutputConfig, ServeConfig
 from kvevents_service.errors import ConfigError
+from kvevents_service.settings import load_config
 
 
 @pytest.mark.parametrize(
@@ -59,16 +60,16 @@ from kvevents_service.errors import ConfigError
 def test_a_setting_that_cannot_work_is_named(settings: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(None, settings)
-    assert error.value.setting == named or f"`{named}`" in error.value.expected
+    assert error.value.setting == named
     assert error.value.expected
 
 
-@pytest.mark.parametrize("value", ["4096.0", "true", "'4096'", "1e3"])
+@pytest.mark.parametrize("value", ["4096.0", "true", "'4096'", "1e3", "'1G'", "'.5GiB'", "'0.3 B'"])
 @pytest.mark.parametrize("setting", ["host_bytes", "disk_bytes", "host_blocks", "disk_blocks"])
 def test_what_is_no_whole_number_in_a_file_is_named(tmp_path: Path, setting: str, value: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(f"{setting} = {value}\n")
-    with pytest.raises(ConfigError, match=r"expected a known setting of the right type \(Expected `int") as error:
+    with pytest.raises(ConfigError, match=r"expected a whole number") as error:
         load_config(path, {})
     assert error.value.setting == setting
 
@@ -94,7 +95,6 @@ def test_there_is_a_tier_of_each_kind_that_is_asked_for(
 ) -> None:
     config = load_config(None, settings)
     assert list(config.tiers) == tiers
-    assert config.tier == tiers[0]
 
 
 def test_remote_addresses_must_be_asked_for() -> None:
@@ -115,7 +115,13 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("topic = ", "TOML"), ("topik = 'x'", "topik"), (None, "readable file")]
+    ("text", "named"),
+    [
+        ("topic = ", "TOML"),
+        ("topik = 'x'", r"^topik: expected a known setting; did you mean topic\? \(said by .*c.toml\)$"),
+        (None, "readable file"),
+        ("x = " + "[" * 10_000, "TOML"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str | None, named: str) -> None:
     path = tmp_path / "c.toml"
@@ -183,8 +189,22 @@ def test_each_wildcard_is_an_endpoint_of_its_own() -> None:
     [
         ({"outputs": [{"pub": "tcp://127.0.0.1:1"}], "topic": "t"}, "topic"),
         ({"outputs": [{"pub": "tcp://127.0.0.1:1"}], "pub": "tcp://127.0.0.1:2"}, "pub"),
-        ({"outputs": [{"replay": "tcp://127.0.0.1:1"}]}, "pub"),
-        ({"outputs": [{"pub": "tcp://127.0.0.1:1", "colour": 1}]}, "colour"),
+        ({"outputs": [{"replay": "tcp://127.0.0.1:1"}]}, r"^outputs\[0\].pub: expected a value"),
+        ({"outputs": [{"pub": "tcp://127.0.0.1:1", "colour": 1}]}, r"^outputs\[0\].colour: "),
+        ({"outputs": [{"pub": "tcp://127.0.0.1:1", "dialekt": 1}]}, "did you mean dialect"),
+        ({"outputs": [{"pub": "ipc://a"}, {"pub": "ipc://b", "topic": "{x"}]}, r"^outputs\[1\].topic: "),
+        ({"outputs": [{"pub": "ipc://a"}, {"pub": "ipc://b", "topic": "{nobody}"}]}, r"^outputs\[1\].topic: "),
+        ({"outputs": [{"pub": "ipc://a"}, {"pub": "ipc://b", "topic": "x" * 513}]}, r"^outputs\[1\].topic: "),
+        ({"outputs": [{"pub": "ipc://a"}, 3]}, r"^outputs\[1\]: expected a table, not a whole number"),
+        ({"outputs": 3}, "^outputs: expected a list"),
+        ({"labels": {"a": 1}}, r"^labels\.a: expected text"),
+        ({"labels": 1}, "^labels: expected a table"),
+        ({"host_byte": 1}, "^host_byte: .*did you mean host_bytes"),
+        ({"admin": "9470"}, "^admin: expected a"),
+        ({"admin": "127.0.0.1"}, "^admin: expected a port"),
+        ({"admin": "0.0.0.0:9470"}, "^admin: expected a loopback address"),
+        ({"admin": "http://127.0.0.1:1"}, "^admin: expected a host"),
+        ({"log_format": "xml"}, "^log_format: expected one of text, json"),
         ({"outputs": [{"pub": "tcp://10.0.0.1:1"}]}, r"^outputs\[0\].pub: "),
         ({"outputs": [{"pub": "tcp://127.0.0.1:1", "dialect": "vlm"}]}, r"^outputs\[0\].dialect: "),
         (

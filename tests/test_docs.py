@@ -1,6 +1,7 @@
 """The checker of the documentation, on tiny pages."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import click
@@ -202,18 +203,32 @@ def test_an_unknown_argument_is_usage(capsys: pytest.CaptureFixture[str]) -> Non
 # the table of dialects
 
 
-def dialects_page(table: str) -> str:
-    return f"# Title\n\n<!-- dialects -->\n{table}<!-- /dialects -->\n"
+TABLES = ("dialects", "metrics", "settings")
 
 
-def test_a_stale_table_of_dialects_is_found_and_written_anew() -> None:
-    fresh = check_docs.with_tables(dialects_page("| old |\n"))
-    assert fresh == dialects_page(check_docs.dialect_table())
+def table_page(name: str, table: str) -> str:
+    return f"# Title\n\n<!-- {name} -->\n{table}<!-- /{name} -->\n"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_stale_table_of_the_code_is_found_and_written_anew(name: str) -> None:
+    fresh = check_docs.with_tables(table_page(name, "| old |\n"))
+    assert fresh == table_page(name, check_docs.named_table(name))
     assert list(check_docs.table_faults(PAGE, fresh)) == []
-    (fault,) = check_docs.table_faults(PAGE, dialects_page("| old |\n"))
-    assert "table of dialects is stale" in fault
+    (fault,) = check_docs.table_faults(PAGE, table_page(name, "| old |\n"))
+    assert f"table of {name} is stale" in fault
 
 
-def test_a_table_of_dialects_has_an_end() -> None:
-    (fault,) = check_docs.table_faults(PAGE, "<!-- dialects -->\n")
-    assert "without its <!-- /dialects -->" in fault
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_the_code_has_an_end(name: str) -> None:
+    (fault,) = check_docs.table_faults(PAGE, f"<!-- {name} -->\n")
+    assert f"without its <!-- /{name} -->" in fault
+
+
+def test_what_operators_are_told_to_look_at_is_there() -> None:
+    """Every metric that the page of operations names."""
+    from kvevents_service.service.metrics import FAMILIES
+
+    page = (check_docs.ROOT / "docs" / "operations.md").read_text()
+    named = set(re.findall(r"\bkvevents_[a-z_]+[a-z]", page)) - {"kvevents_service"}
+    assert named == {family.full_name for family in FAMILIES}

@@ -31,8 +31,8 @@ MAY_IMPORT = {
     "engine": {"engine", "core", "wire", "errors", "cuda"},
     "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets", "curve", "handshakes"},
     "cli": {
-        *("cli", "subscriber", "service", "wire", "core", "config", "errors", "sockets", "engine"),
-        *("curve", "handshakes"),
+        *("cli", "subscriber", "service", "wire", "core", "config", "settings", "sizes", "errors", "sockets"),
+        *("engine", "curve", "handshakes"),
     },
 }
 """What a folder may import of this package."""
@@ -110,6 +110,15 @@ def test_nothing_imports_the_cli(path: Path) -> None:
 @pytest.mark.parametrize("module", ["", ".subscriber", ".cli", ".testing", ".core.scheduler", ".engine.client"])
 def test_what_people_and_routers_import_does_not_load_torch(module: str) -> None:
     code = f"import sys, {PACKAGE}{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", [".subscriber", ".cli", ".engine.client"])
+def test_what_only_serve_needs_is_not_needed_elsewhere(module: str) -> None:
+    blocked = (
+        "for name in ('torch', 'numpy', 'h11', 'prometheus_client', 'tomli_w', 'rich'): sys.modules[name] = None"
+    )
+    code = f"import sys\n{blocked}\nimport {PACKAGE}{module}"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

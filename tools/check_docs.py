@@ -9,7 +9,8 @@ What is checked:
                          ```console lines "$ kvevents ..." of a cheap kind (`CHEAP`) print what stands below them,
                          where something does; a last line "..." stands for the rest
   every *.md             tables between <!-- flags:COMMAND --> and <!-- /flags --> are those of the commands
-  every *.md             the table between <!-- dialects --> and <!-- /dialects --> is that of `kvevents dialects`
+  every *.md             the tables between <!-- dialects --> and <!-- /dialects -->, and likewise of metrics and
+                         settings, are what the code has
   every *.md             relative links and #anchors lead to a file and a heading
 """
 
@@ -46,7 +47,10 @@ _FENCE = re.compile(r"^(```+|~~~+) *([\w-]*)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)|^\[[^\]]+\]: *(\S+)", re.MULTILINE)
 _FLAGS = re.compile(r"<!-- flags:(\w+) -->\n(.*?)<!-- /flags -->", re.DOTALL)
-_DIALECTS = re.compile(r"(<!-- dialects -->\n)(.*?)(<!-- /dialects -->)", re.DOTALL)
+_TABLES = {
+    name: re.compile(rf"(<!-- {name} -->\n)(.*?)(<!-- /{name} -->)", re.DOTALL)
+    for name in ("dialects", "metrics", "settings")
+}
 
 
 class Block(NamedTuple):
@@ -219,7 +223,44 @@ def with_tables(text: str) -> str:
         command = click_command(found[1])
         return found[0] if command is None else f"<!-- flags:{found[1]} -->\n{table(command)}<!-- /flags -->"
 
-    return _DIALECTS.sub(rf"\g<1>{dialect_table()}\g<3>", _FLAGS.sub(fresh, text))
+    text = _FLAGS.sub(fresh, text)
+    for name, place in _TABLES.items():
+        if place.search(text):
+            made = named_table(name)
+            text = place.sub(lambda found, made=made: f"{found[1]}{made}{found[3]}", text)
+    return text
+
+
+def named_table(name: str) -> str:
+    """The table of dialects, metrics or settings, as the code has them."""
+    return {"dialects": dialect_table, "metrics": metric_table, "settings": setting_table}[name]()
+
+
+def metric_table() -> str:
+    from kvevents_service.service.metrics import FAMILIES
+
+    rows = (
+        f"| `{family.full_name}` | {family.kind} | {', '.join(family.labels)} | {escaped(family.help)} |"
+        for family in FAMILIES
+    )
+    return "\n".join(["| metric | kind | labels | meaning |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def setting_table() -> str:
+    """Every key of the file, the variable that says the same, its flag if it has one, and its default."""
+    import msgspec
+
+    from kvevents_service.config import ServeConfig
+
+    command = click_command("serve")
+    flags = {option for param in (command.params if command else ()) for option in param.opts}
+    rows = []
+    for field in msgspec.structs.fields(ServeConfig):
+        flag = f"--{field.name.replace('_', '-')}"
+        default = "" if field.default in (msgspec.NODEFAULT, None) else msgspec.json.encode(field.default).decode()
+        cells = (field.name, f"KVEVENTS_{field.name.upper()}", flag if flag in flags else "", default)
+        rows.append("| " + " | ".join(f"`{cell}`" if cell else "" for cell in cells) + " |")
+    return "\n".join(["| key | variable | flag | default |", "|---|---|---|---|", *rows]) + "\n"
 
 
 def dialect_table() -> str:
@@ -237,11 +278,12 @@ def table_faults(path: Path, text: str) -> Iterator[str]:
             yield f"{path}: the options of `kvevents {name}` are stale: run tools/check_docs.py --write"
     if text.count("<!-- flags:") != len(_FLAGS.findall(text)):
         yield f"{path}: a <!-- flags:... --> without its <!-- /flags -->"
-    shown_dialects = [shown for _, shown, _ in _DIALECTS.findall(text)]
-    if any(shown != dialect_table() for shown in shown_dialects):
-        yield f"{path}: the table of dialects is stale: run tools/check_docs.py --write"
-    if text.count("<!-- dialects -->") != len(shown_dialects):
-        yield f"{path}: a <!-- dialects --> without its <!-- /dialects -->"
+    for name, place in _TABLES.items():
+        found = [shown for _, shown, _ in place.findall(text)]
+        if any(shown != named_table(name) for shown in found):
+            yield f"{path}: the table of {name} is stale: run tools/check_docs.py --write"
+        if text.count(f"<!-- {name} -->") != len(found):
+            yield f"{path}: a <!-- {name} --> without its <!-- /{name} -->"
 
 
 # links

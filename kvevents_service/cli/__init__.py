@@ -6,12 +6,15 @@ import sys
 
 import click
 
+from kvevents_service.cli.completion import completion
 from kvevents_service.cli.demo import demo
 from kvevents_service.cli.dialects import dialects
+from kvevents_service.cli.doctor import doctor
 from kvevents_service.cli.keys import keygen
 from kvevents_service.cli.serve import serve
 from kvevents_service.cli.snapshot import snapshot
 from kvevents_service.cli.tail import tail
+from kvevents_service.cli.top import top
 
 EXIT_INTERRUPTED = 130
 
@@ -22,12 +25,8 @@ def kvevents() -> None:
     """A KV-cache offload sidecar and its event stream. See it work: `kvevents demo`."""
 
 
-kvevents.add_command(serve)
-kvevents.add_command(tail)
-kvevents.add_command(snapshot)
-kvevents.add_command(demo)
-kvevents.add_command(dialects)
-kvevents.add_command(keygen)
+for command in (serve, tail, top, snapshot, doctor, keygen, demo, dialects, completion):
+    kvevents.add_command(command)
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvevents_service.cli.render import HumanLines, Look
-from kvevents_service.cli.tail import Filter, Printer
+from kvevents_service.cli.tail_filter import Filter
+from kvevents_service.cli.tail_printer import Printer
 from kvevents_service.cli.terminal import chat, moves_cursor, put, wants_color, write
 from kvevents_service.subscriber import Batch, Item
 from kvevents_service.wire.events import BlockRemoved, BlockStored

@@ -7,17 +7,21 @@ import gc
 import logging
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from kvevents_service.config import LOG_LEVELS, ServeConfig, load_config
+from kvevents_service.cli.options import SIZE
+from kvevents_service.config import LOG_FORMATS, LOG_LEVELS, ServeConfig, TierSettings
 from kvevents_service.errors import ConfigError
+from kvevents_service.service.logs import LOGGER, configure
+from kvevents_service.settings import CONFIG_VARIABLE, Loaded, load_settings
+from kvevents_service.sizes import size_text
 
 EXIT_CONFIG = 2
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLD = 50_000
 """Blocks make no garbage cycles; a rarer collector keeps its pauses out of lookups."""
 
@@ -26,13 +30,15 @@ GC_THRESHOLD = 50_000
     short_help="Run the sidecar.",
     epilog="Exit codes: 0 drained, 1 failed, 2 bad settings, 3 stopped before it was drained.",
 )
-@click.option("--config", type=click.Path(path_type=Path), help="TOML file with the settings below.")
+@click.option(
+    "--config", type=click.Path(path_type=Path), envvar=CONFIG_VARIABLE, help="TOML file with the settings below."
+)
 @click.option(
     "--engine-socket", metavar="PATH", help="Unix domain socket for engines. [default: see the ready line]"
 )
-@click.option("--host-bytes", type=int, metavar="N", help="Size of the CPU tier in bytes. [default: 1 GiB]")
+@click.option("--host-bytes", type=SIZE, metavar="N", help="Size of the CPU tier, as 8GiB. [default: 1 GiB]")
 @click.option("--disk-path", metavar="D", help="Keep blocks in a file there: instead, or behind --host-bytes.")
-@click.option("--disk-bytes", type=int, metavar="N", help="Size of the disk tier in bytes.")
+@click.option("--disk-bytes", type=SIZE, metavar="N", help="Size of the disk tier.")
 @click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
 @click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")
 @click.option("--snapshot", metavar="E", help="Snapshot endpoint, with dialect vllm. [default: none]")
@@ -46,37 +52,57 @@ GC_THRESHOLD = 50_000
 @click.option("--state-dir", metavar="D", help="Keep event numbers here, so that they never go back.")
 @click.option("--allow-remote", is_flag=True, default=None, help="Allow addresses other machines can reach.")
 @click.option(
-    "--log-level",
-    type=click.Choice(LOG_LEVELS),
-    help="What is said on stderr. [default: info]",
+    "--admin", metavar="A", help="HOST:PORT of metrics, probes and the live page, or off. [default: auto]"
 )
-def serve(config: Path | None, **overrides: Any) -> int:
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), help="What is said on stderr. [default: info]")
+@click.option("--log-format", type=click.Choice(LOG_FORMATS), help="Lines of text or JSON. [default: text]")
+@click.option("--print-config", is_flag=True, help="Print the settings in effect, and where each was said.")
+def serve(config: Path | None, print_config: bool, **flags: Any) -> int:
     """Run the offload sidecar until SIGTERM or SIGINT; a second signal forces.
 
     \b
-    kvevents serve --engine-socket /run/kvevents/engine.sock --host-bytes 8589934592
+    kvevents serve --engine-socket /run/kvevents/engine.sock --host-bytes 8GiB
+    kvevents serve --config kvevents.toml --log-format json
+    KVEVENTS_HOST_BYTES=8GiB kvevents serve --print-config
+
+    A setting is taken from its flag, else from the environment (KVEVENTS_HOST_BYTES), else from the file.
     """
     try:
-        settings = load_config(config, overrides)
-        logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format=LOG_FORMAT)
-        return _run(settings)
+        loaded = load_settings(config, flags, os.environ)
+        if print_config:
+            _print(loaded)
+            return 0
+        configure(loaded.config.log_level, loaded.config.log_format, sys.stderr)
+        return _run(loaded.config)
     except ConfigError as error:
         click.echo(f"kvevents serve: {error}", err=True)
         return EXIT_CONFIG
 
 
+def _print(loaded: Loaded) -> None:
+    try:
+        from kvevents_service.cli.print_config import effective_toml
+    except ImportError:
+        raise _missing("tomli-w") from None
+    click.echo(effective_toml(loaded), nl=False)
+
+
+def _missing(package: str) -> ConfigError:
+    return ConfigError(package, "to be installed: pip install 'kvevents-service[offload]'")
+
+
 def _run(config: ServeConfig) -> int:
     try:
         import torch
-    except ImportError:
-        raise ConfigError("torch", "to be installed: pip install 'kvevents-service[offload]'") from None
-    import uvloop
+        import uvloop
+
+        from kvevents_service.service.app import Ready, serve
+    except ModuleNotFoundError as error:
+        raise _missing(error.name or "a package") from error
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if config.tier.directory is None and config.tier.size_bytes > memory:
+    if any(tier.directory is None and tier.size_bytes > memory for tier in config.tiers):
         raise ConfigError("host_bytes", f"at most {memory}, the memory of this machine")
-
-    from kvevents_service.service.app import Ready, serve
 
     torch.set_num_threads(1)  # copies are bound by memory; the other cores are the engine's
     gc.set_threshold(GC_THRESHOLD)
@@ -85,6 +111,22 @@ def _run(config: ServeConfig) -> int:
         click.echo(msgspec.json.encode(ready).decode())
         sys.stdout.flush()
 
-    logging.getLogger("kvevents_service").info("settings: %s", config)
+    _say_what_runs(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, announce))
+
+
+def _say_what_runs(config: ServeConfig) -> None:
+    """The first line of the log."""
+    tiers = " and ".join(map(_tier_text, config.tiers))
+    outputs = ", ".join(f"{output.dialect} on {output.pub}" for output in config.event_outputs)
+    logging.getLogger(LOGGER).info(
+        "kvevents %s, pid %d: %s, events as %s, engines at %s",
+        *(version("kvevents-service"), os.getpid(), tiers, outputs, config.engine_socket),
+        extra={"fields": {"settings": msgspec.to_builtins(config)}},
+    )
+
+
+def _tier_text(tier: TierSettings) -> str:
+    where = f" in {tier.directory}" if tier.directory else ""
+    return f"{tier.prefix} tier of {size_text(tier.size_bytes)}{where}"

@@ -61,6 +61,7 @@ class Loads:
         tokens = longest_prefix(self.pool, self._groups, query)
         units = (tokens - query.start_tokens) // query.hash_tokens
         self.tier.counters["lookups"] += 1
+        self.tier.counters["lookup_blocks"] += len(lookup.block_hashes) // query.hash_bytes
         pins = self._pins(query, tokens) if units else None
         if pins is None or self.requests.full:
             self.tier.counters["lookups_refused"] += bool(units)

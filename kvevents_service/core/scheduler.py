@@ -26,6 +26,7 @@ _COUNTED = (
     "blocks_known",
     "hit_blocks",
     "lookups",
+    "lookup_blocks",
     "lookups_refused",
     "leases_expired",
     "loads_failed",

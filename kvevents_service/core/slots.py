@@ -130,8 +130,13 @@ class SlotTable:
 
     def count(self, state: int) -> int:
         """How many slots are in a state."""
-        return self._state.count(state)
+        return self.capacity - len(self._state.translate(None, bytes((state,))))  # bytearray.count is slow on many
+
+    @property
+    def pins(self) -> memoryview:
+        """Pins of each slot, int32. Let go of it before anything else happens."""
+        return memoryview(self._pins)
 
     def pinned(self) -> int:
         """How many slots carry a pin."""
-        return sum(1 for pins in self._pins if pins)
+        return self.capacity - self._pins.count(0)

@@ -25,9 +25,12 @@ import zmq
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.metadata import Cleared
+from kvevents_service.service.admin import Admin, listen
 from kvevents_service.service.engines import EnginePlane
 from kvevents_service.service.event_plane import BoundOutput, EventPlane, bind_events
+from kvevents_service.service.instruments import Instruments
 from kvevents_service.service.numbering import SequenceStore
+from kvevents_service.service.probe import Probe
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.sidecar import Sidecar
 
@@ -40,7 +43,7 @@ LINGER_MS = 500
 class Ready(msgspec.Struct, frozen=True):
     """Where a started sidecar can be reached, ports resolved; the one line `kvevents serve` prints.
 
-    `pub` to `dp_rank` are those of the first output.
+    `pub` to `dp_rank` are those of the first output. `admin` is the URL of metrics and probes.
     """
 
     ready: bool
@@ -52,6 +55,7 @@ class Ready(msgspec.Struct, frozen=True):
     first_seq: int
     boot_id: str
     outputs: list[BoundOutput]
+    admin: str | None = None
 
 
 class Service(NamedTuple):
@@ -61,6 +65,8 @@ class Service(NamedTuple):
     sidecar: Sidecar
     plane: EnginePlane
     events: EventPlane
+    instruments: Instruments
+    admin: Admin | None
 
     @property
     def publisher(self) -> Publisher:
@@ -68,7 +74,8 @@ class Service(NamedTuple):
 
     def parts(self) -> list[Coroutine[None, None, None]]:
         """What runs until it is cancelled."""
-        return [*self.events.parts(), self.sidecar.run(), self.plane.run()]
+        admin = [] if self.admin is None else [self.admin.run()]
+        return [*self.events.parts(), self.sidecar.run(), self.plane.run(), *self.instruments.parts(), *admin]
 
     async def drain(self) -> None:
         """No new engines; wait for copies under way; end sessions; say that every block is gone; send it all."""
@@ -84,17 +91,23 @@ async def started(config: ServeConfig) -> AsyncIterator[Service]:
     """Everything bound and listening; nothing runs yet. Closes all of it at the end."""
     numbers = _numbers(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    plane = events = None
+    plane = events = admin = instruments = None
     try:
         events = bind_events(context, config, numbers)
         sidecar = Sidecar(config, events.publisher, time.monotonic)
         events.renderer.recovery.sources = sidecar.sources
         plane = EnginePlane(sidecar, config.engine_socket)
+        instruments = Instruments(sidecar, plane, events)
+        admin = _admin(config, instruments)
         first_seq = events.publisher.journal.next_seq
         if first_seq:
             events.publisher.publish((Cleared(),))  # the bytes of the process before this one are gone
-        yield Service(_ready(events, sidecar, plane, first_seq), sidecar, plane, events)
+        ready = _ready(events, sidecar, plane, first_seq, admin)
+        yield Service(ready, sidecar, plane, events, instruments, admin)
     finally:
+        for part in (admin, instruments):
+            if part is not None:
+                part.close()
         if plane is not None:
             await sidecar.close()
             plane.unlink()
@@ -111,7 +124,15 @@ def _numbers(config: ServeConfig) -> SequenceStore | None:
     return None
 
 
-def _ready(events: EventPlane, sidecar: Sidecar, plane: EnginePlane, first_seq: int) -> Ready:
+def _admin(config: ServeConfig, instruments: Instruments) -> Admin | None:
+    sock = listen(config.admin)
+    if sock is None:
+        return None
+    probe = Probe(instruments.sidecar, instruments.events.publisher, instruments.plane.path)
+    return Admin(sock, instruments, probe)
+
+
+def _ready(events: EventPlane, sidecar: Sidecar, plane: EnginePlane, first_seq: int, admin: Admin | None) -> Ready:
     first = events.bound[0]
     return Ready(
         ready=True,
@@ -123,6 +144,7 @@ def _ready(events: EventPlane, sidecar: Sidecar, plane: EnginePlane, first_seq: 
         first_seq=first_seq,
         boot_id=sidecar.boot_id,
         outputs=events.bound,
+        admin=None if admin is None else admin.url,
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from kvevents_service.core.commands import Command
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.ranks import RankReports
+from kvevents_service.service.copy_meter import CopyMeter
 from kvevents_service.service.open_tier import OpenTier
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.roster import Session
@@ -21,12 +22,13 @@ log = logging.getLogger(__name__)
 class Copies:
     """Starts copies and tells the scheduler how they ended. `perform` does what it says then."""
 
-    def __init__(self, perform: Callable[[Iterable[Command]], None]) -> None:
+    def __init__(self, perform: Callable[[Iterable[Command]], None], meter: CopyMeter) -> None:
         self.reports = RankReports()
         self.running = self.failed = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._perform = perform
+        self._meter = meter
 
     def __repr__(self) -> str:
         return f"<Copies running={self.running} failed={self.failed}>"
@@ -37,6 +39,7 @@ class Copies:
         """On every rank: the memory is that of its holder; of the first tier, where the copy is no engine's."""
         lanes = tier.lanes_of(transfer)
         self.reports.begin(transfer, len(lanes))
+        self._meter.begin(transfer, tier.medium_of(transfer))
         if engine is not None:
             engine.copies += 1
         self.idle.clear()
@@ -70,6 +73,7 @@ class Copies:
     def _end(self, meta: TransferMeta, tier: OpenTier, engine: Session | None, *, good: bool) -> None:
         if engine is not None:
             engine.copies -= 1
+        self._meter.end(meta, tier.block_bytes, good=good)
         end = tier.scheduler.complete if good else tier.scheduler.fail
         self._perform(end(meta))
         if engine is not None:

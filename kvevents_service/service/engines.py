@@ -130,7 +130,8 @@ class EnginePlane:
             raise
         self.sessions.add(session)
         session.closed.add_done_callback(lambda _: self.sessions.discard(session))
-        log.info("session %d: %s %r", session.session_id, hello.role, hello.engine_id[:64])
+        level = logging.DEBUG if hello.role == "observer" else logging.INFO
+        log.log(level, "session %d: %s %r", session.session_id, hello.role, hello.engine_id[:64])
         session.send(welcome)
 
     async def _attach(self, greeting: Greeting) -> SessionMemory | None:
@@ -145,6 +146,7 @@ class EnginePlane:
 
     def _turn_away(self, sock: socket.socket, code: str, field: str, expected: str) -> None:
         self.refused += 1
+        self.sidecar.errors[code] += 1
         if is_told(self.refused):
             log.warning(
                 "a peer was turned away (%d so far): %s: %s: expected %s", self.refused, code, field, expected

@@ -54,6 +54,10 @@ class OpenTier(NamedTuple):
         """Whose slots are copied, by rank."""
         return self.below if transfer.tier else self.lanes
 
+    def medium_of(self, transfer: TransferMeta) -> str:
+        """Of those slots."""
+        return self.scheduler.tiers[transfer.tier].spec.medium
+
 
 class Tiers:
     """What the settings ask for, the first tier first. Makes one open tier after the other."""

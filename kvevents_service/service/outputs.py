@@ -23,7 +23,7 @@ class Output:
         self.encoding = encoding
         self.exact = exact
         self.sent = self.refused = 0
-        self._socket = socket
+        self.socket = socket
 
     def __repr__(self) -> str:
         return f"<Output {self.topic!r} sent={self.sent}>"
@@ -31,7 +31,7 @@ class Output:
     def send(self, seq: int, payloads: Sequence[bytes]) -> None:
         """Send number `seq` of the journal now or never."""
         try:
-            self._socket.send_multipart(live_frames(self.topic, seq, payloads[self.encoding]), zmq.NOBLOCK)
+            self.socket.send_multipart(live_frames(self.topic, seq, payloads[self.encoding]), zmq.NOBLOCK)
         except zmq.Again:
             self.refused += 1  # the number is spent and retained: consumers see a gap and can replay it
         else:

@@ -19,6 +19,7 @@ from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.rarely import is_told
+from kvevents_service.service.tally import Tally
 from kvevents_service.wire.splice import spliced
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class Publisher:
         self.journal = journal
         self.outputs = outputs
         self.heartbeats = self.encode_failed = self.state_write_failed = 0
+        self.turns = 0
+        self.tally = Tally()
         self.more_stats: Callable[[], dict[str, int]] = dict
         self.tell: Callable[[], bool] = lambda: False
         """Numbers what is to be told when nothing is pending; False if nothing is."""
@@ -86,6 +89,7 @@ class Publisher:
         while True:
             await self._woken()
             await self._reserve_ahead()
+            self.turns += 1
             if self.send_pending(BATCHES_PER_TURN) >= BATCHES_PER_TURN:
                 self._wake.set()
                 await asyncio.sleep(0)
@@ -139,6 +143,7 @@ class Publisher:
             return
         self._cover(batch.seq)
         self.journal.retain(batch.seq, *payloads)
+        self.tally.add(batch)
         for output in self.outputs:
             output.send(batch.seq, payloads)
 

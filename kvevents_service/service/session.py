@@ -136,6 +136,7 @@ class EngineSession(asyncio.Protocol):
 
     def _refuse(self, call_id: int | None, code: str, field: str, expected: str) -> None:
         self.errors += 1
+        self._sidecar.errors[code] += 1
         self.send(Error(call_id, code, field, expected))
 
     def send(self, message: SidecarMessage) -> None:

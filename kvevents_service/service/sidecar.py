@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvevents_service.config import ServeConfig
@@ -19,6 +20,7 @@ from kvevents_service.core.groups import check_groups
 from kvevents_service.core.metadata import NO_SESSION, TransferMeta
 from kvevents_service.errors import ControlError
 from kvevents_service.service.copies import Copies
+from kvevents_service.service.copy_meter import CopyMeter
 from kvevents_service.service.open_tier import BlockSizes, OpenTier, Tiers, carry_on
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.roster import Engine, Head, Roster, Session
@@ -45,7 +47,9 @@ class Sidecar:
         self.roster = Roster()
         self.tier: OpenTier | None = None
         self.draining = False
-        self.copies = Copies(self.perform)
+        self.errors: Counter[str] = Counter()
+        self.meter = CopyMeter(clock)
+        self.copies = Copies(self.perform, self.meter)
         self._tiers = Tiers(config, clock)
         self._bytes_moved = 0
 

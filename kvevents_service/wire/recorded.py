@@ -1,7 +1,8 @@
 """Recorded messages: one JSON object a line, its `frames` in hex, as in proto/vectors.
 
 Three frames are a live message, four a replay reply as a DEALER receives it. A line without `frames` is a
-header that tells where the recording is from; other keys (`note`, `decoded`, ...) are for people and tests.
+header that tells where the recording is from. `source` names the publisher where there are several; other keys
+(`note`, `decoded`, ...) are for people and tests.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ _FOREIGN: Final = (ValueError, TypeError, RecursionError)
 
 class Recorded(NamedTuple):
     """One recorded message: what the recorder noted ("" if nothing), and the message; None is a replay's
-    end."""
+    end. source: the label of the publisher, "" where the recorder had one. replayed: it is a replay's."""
 
     note: str
     live: LiveFrame | None
+    source: str = ""
+    replayed: bool = False
 
 
 class _Line(msgspec.Struct, gc=False):
     note: str = ""
     frames: list[str] | None = None
+    source: str = ""
 
 
 _decoder: Final = msgspec.json.Decoder(_Line)
@@ -43,7 +47,8 @@ def parse_recorded_line(line: str) -> Recorded | None:
     recorded = _read(line)
     if recorded.frames is None:
         return None
-    return Recorded(recorded.note, _parse([_unhex(text, i) for i, text in enumerate(recorded.frames)]))
+    live = _parse([_unhex(text, i) for i, text in enumerate(recorded.frames)])
+    return Recorded(recorded.note, live, recorded.source, len(recorded.frames) == 4)
 
 
 def _read(line: str) -> _Line:

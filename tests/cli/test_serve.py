@@ -23,6 +23,7 @@ from kvevents_service.wire.frames import parse_replay_reply, replay_request
 from kvevents_service.wire.framing import encode_message
 
 LONG_S = 30
+ROOT = Path(__file__).parents[2]
 LOCAL = ["--pub", "tcp://127.0.0.1:0", "--replay", "tcp://127.0.0.1:0", "--log-level", "warning"]
 
 
@@ -182,12 +183,45 @@ def test_two_sidecars_never_share_a_state_directory(serve, tmp_path: Path) -> No
     assert "no other sidecar" in err
 
 
-def test_without_torch_the_error_says_what_to_install(tmp_path: Path) -> None:
-    blocked = "import sys; sys.modules['torch'] = None; sys.argv = ['kvevents', 'serve']"
+@pytest.mark.parametrize("package", ["torch", "h11", "prometheus_client"])
+def test_without_a_package_the_error_says_what_to_install(package: str) -> None:
+    blocked = f"import sys; sys.modules[{package!r}] = None; sys.argv = ['kvevents', 'serve']"
     code = f"{blocked}; import kvevents_service.cli as c; c.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 2
-    assert "kvevents-service[offload]" in done.stderr
+    assert done.stderr.startswith(f"kvevents serve: {package}: expected to be installed: pip install")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_first_line_of_the_log_says_what_runs(serve, log_format: str) -> None:
+    sidecar = serve("--log-level", "info", "--log-format", log_format, "--host-bytes", "3MiB")
+    sidecar.ready()
+    code, err = sidecar.end(signal.SIGTERM)
+    first = err.splitlines()[0]
+    assert code == 0
+    assert f"pid {sidecar.process.pid}: host tier of 3 MiB, events as vllm on tcp://127.0.0.1:0" in first
+    if log_format == "json":
+        lines = [json.loads(line) for line in err.splitlines()]
+        assert lines[0]["settings"]["host_bytes"] == 3 << 20
+        assert {line["level"] for line in lines} == {"info"}
+
+
+def test_print_config_says_what_would_run_and_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "kv.toml").write_text("topic = 'file'\nstop_s = 3\n")
+    command = [sys.executable, "-m", "kvevents_service", "serve", "--print-config", "--host-bytes", "3MiB"]
+    env = {**os.environ, "KVEVENTS_CONFIG": "kv.toml", "KVEVENTS_TOPIC": "env", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=env, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = done.stdout.splitlines()
+    assert "host_bytes = 3145728  # --host-bytes" in printed
+    assert 'topic = "env"  # KVEVENTS_TOPIC' in printed
+    assert "stop_s = 3.0  # kv.toml" in printed
+
+
+def test_a_variable_that_nobody_reads_exits_with_2(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVEVENTS_HOST_BYTS", "3")
+    code, err = serve().end()
+    assert (code, "did you mean KVEVENTS_HOST_BYTES?" in err) == (2, True)
 
 
 def test_a_second_signal_forces_a_stop_that_a_peer_holds_up(serve) -> None:

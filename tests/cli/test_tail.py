@@ -172,10 +172,10 @@ class TestColour:
 class Stream:
     """A publisher whose subscribers are known, on one machine's loopback."""
 
-    def __init__(self, socket: zmq.Socket) -> None:
-        self.socket = socket
+    def __init__(self, socket: zmq.Socket, endpoint: str = "tcp://127.0.0.1:0") -> None:
+        self.socket, self.context = socket, socket.context
         self.socket.setsockopt(zmq.RCVTIMEO, DEADLINE_S * 1000)
-        self.socket.bind("tcp://127.0.0.1:0")
+        self.socket.bind(endpoint)
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def tail(self, *options: str) -> subprocess.Popen[str]:
@@ -193,9 +193,18 @@ class Stream:
 @pytest.fixture
 def stream() -> Iterator[Stream]:
     context = zmq.Context()
-    socket = context.socket(zmq.XPUB)
-    yield Stream(socket)
-    socket.close()
+    stream = Stream(context.socket(zmq.XPUB))
+    yield stream
+    stream.socket.close()
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def other() -> Iterator[Stream]:
+    context = zmq.Context()
+    stream = Stream(context.socket(zmq.XPUB))
+    yield stream
+    stream.socket.close()
     context.destroy(linger=0)
 
 
@@ -292,6 +301,114 @@ class TestStream:
         process.stderr.close()
 
 
+class TestSeveral:
+    def test_each_line_says_its_source(self, stream: Stream, other: Stream) -> None:
+        command = [KVEVENTS, "tail", stream.endpoint, other.endpoint, "--count", "4", "--color", "always"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for one in (stream, other):
+            one.socket.recv()
+        stream.send(0, stored())
+        other.send(0, AllBlocksCleared())
+        other.send(3, stored())
+        stream.send(1, stored())
+        status, stdout, stderr = ended(process)
+        assert (status, stderr) == (0, f"following {stream.endpoint}, {other.endpoint}\n")
+        tags = {line.partition(" ")[0] for line in stdout.splitlines()}
+        names = [one.endpoint.removeprefix("tcp://") for one in (stream, other)]
+        assert sorted(tag[tag.index("m") + 1 : -4] for tag in tags) == sorted(names)
+        gap = next(line for line in stdout.splitlines() if "gap:" in line)
+        assert names[1] in gap
+
+    def test_in_json_it_is_a_key(self, stream: Stream, other: Stream) -> None:
+        command = [KVEVENTS, "tail", stream.endpoint, other.endpoint, "--count", "1", "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for one in (stream, other):
+            one.socket.recv()
+        other.send(0, stored())
+        (event,) = objects(ended(process)[1])
+        assert (event["source"], event["type"]) == (other.endpoint, "BlockStored")
+
+    def test_a_recording_is_read_as_it_was_seen(self, stream: Stream, tmp_path: Path) -> None:
+        path = tmp_path / "r.jsonl"
+        process = stream.tail("--count", "3", "--record", str(path), "--json")
+        stream.send(0, stored())
+        stream.send(4, BlockRemoved([5], "CPU"), AllBlocksCleared())
+        seen = objects(ended(process)[1])
+        again = run("--input", str(path), "--json")
+        assert (again.returncode, objects(again.stdout)) == (0, seen)
+        assert [item["type"] for item in seen] == ["BlockStored", "Gap", "BlockRemoved", "AllBlocksCleared"]
+
+    def test_a_topic_that_matches_nothing_is_said(self, stream: Stream) -> None:
+        process = stream.tail("--topic", "kv@pod1")
+        stream.send(0, AllBlocksCleared(), topic=b"kv@pod2")
+        assert process.stderr.readline() == "nothing of topic 'kv@pod1' so far, topics seen: 'kv@pod2'\n"
+        process.send_signal(signal.SIGINT)
+        assert ended(process)[0] == 130
+
+    def test_a_topic_that_a_recording_does_not_have_is_said(self) -> None:
+        result = run("--input", "-", "--topic", "k", stdin=recorded(stored()))
+        assert (result.returncode, result.stdout) == (0, "")
+        assert result.stderr == "no message of topic 'k', topics there: 'kv'\n"
+
+    def test_a_publisher_that_is_lost_is_said_and_so_is_its_return(self, stream: Stream) -> None:
+        process = stream.tail("--count", "1")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.5)  # its first look is after two seconds
+        stream.socket.close(0)
+        assert process.stderr.readline() == f"lost {stream.endpoint}: waiting for it\n"
+        stream.__init__(stream.context.socket(zmq.XPUB), stream.endpoint)  # type: ignore[misc]
+        assert process.stderr.readline() == f"connected to {stream.endpoint} again\n"
+        stream.socket.recv()
+        stream.send(0, AllBlocksCleared())
+        assert ended(process)[0] == 0
+
+
+class TestSums:
+    def test_rates_stand_in_place_of_events(self, stream: Stream) -> None:
+        process = stream.tail("--rate", "--json")
+        stream.send(0, stored(), stored())
+        stream.send(1, BlockRemoved([5, 6], "CPU"))
+        line = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        ended(process)
+        assert (line["type"], line["batches"], line["stored_events"]) == ("Rate", 2, 2)
+        assert (line["stored_blocks"], line["removed_blocks"]) == (2, 2)
+        assert 0.9 < line["seconds"] < 5
+
+    def test_a_summary_says_what_is_where(self, stream: Stream) -> None:
+        process = stream.tail("--summary", "0.5", "--json")
+        stream.send(0, stored("CPU"), stored("GPU"), BlockRemoved([1 << 60], "GPU"))
+        line = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        ended(process)
+        assert line["resident"] == [{"source": stream.endpoint, "medium": "CPU", "group": 0, "blocks": 1}]
+
+    def test_of_a_recording_it_is_one_line(self) -> None:
+        result = run("--input", "-", "--summary", "1", stdin=recorded(stored("CPU")))
+        assert "stored 1.0 events/s, 1 blocks/s" in result.stdout
+        assert "CPU g0: 1 blocks" in result.stdout
+
+    def test_they_are_of_what_is_wanted_and_end_when_they_are_counted(self, stream: Stream) -> None:
+        process = stream.tail("--summary", "0.3", "--count", "2", "--json", "--medium", "CPU", "--type", "removed")
+        stream.send(0, stored("CPU"), stored("GPU"), BlockRemoved([7], "CPU"), BlockRemoved([7], "GPU"))
+        status, stdout, _ = ended(process)
+        first, second = objects(stdout)
+        assert status == 0
+        assert (first["stored_events"], first["removed_events"]) == (0, 1)
+        assert second["removed_events"] == 0
+        assert [(one["medium"], one["blocks"]) for one in second["resident"]] == [("CPU", 1)]
+
+    def test_a_loss_is_counted_and_what_was_known_is_forgotten(self, stream: Stream) -> None:
+        process = stream.tail("--summary", "0.7", "--json")
+        stream.send(0, stored("CPU"))
+        stream.send(5, stored("STORAGE"))
+        line = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        ended(process)
+        assert line["lost_batches"] == 4
+        assert [one["medium"] for one in line["resident"]] == ["STORAGE"]
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -303,6 +420,13 @@ class TestStream:
         ["tcp://127.0.0.1:1", "--type", "pinned"],
         ["no-endpoint"],
         ["tcp://127.0.0.1:1", "--replay", "no-endpoint"],
+        ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "--replay", "tcp://127.0.0.1:3"],
+        ["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"],
+        ["tcp://127.0.0.1:1", "--rate", "--summary", "1"],
+        ["tcp://127.0.0.1:1", "--prefix-of", "a"],
+        ["tcp://127.0.0.1:1", "--record", "/nowhere/x"],
+        ["--input", "-", "--record", "x"],
+        ["--input", "-", "--rate"],
     ],
     ids=" ".join,
 )

@@ -89,7 +89,7 @@ async def running(tmp_path: Path, **settings: object) -> AsyncIterator[Service]:
         engine_socket=str(tmp_path / "run" / "engine.sock"),
         pub="tcp://127.0.0.1:0",
         replay="tcp://127.0.0.1:0",
-        **{"host_bytes": 32 * LAYERS * LAYER_BYTES, **settings},  # type: ignore[arg-type]
+        **{"host_bytes": 32 * LAYERS * LAYER_BYTES, "admin": "off", **settings},  # type: ignore[arg-type]
     )
     async with asyncio.timeout(DEADLINE_S), started(config) as service, asyncio.TaskGroup() as group:
         tasks = [group.create_task(part) for part in service.parts()]

@@ -16,7 +16,7 @@ from sidecar import Sidecar
 from tiers import TierPublisher
 from truth import Held
 
-from kvevents_service.config import load_config
+from kvevents_service.settings import load_config
 from kvevents_service.testing import Chain, make_chain
 
 SEED = 7

@@ -1,0 +1,45 @@
+"""`kvevents serve --print-config`: the settings in effect, as a TOML file that would give them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import msgspec
+import tomli_w
+
+from kvevents_service.config import OutputConfig
+from kvevents_service.settings import Loaded
+
+PACKAGE = "kvevents-service"
+
+
+def effective_toml(loaded: Loaded) -> str:
+    """One setting a line, with where it was said. Tables stand last, as TOML wants it."""
+    plain, tables = list[str](), list[str]()
+    for setting, value in _values(loaded).items():
+        origin = loaded.origins.get(setting, "default")
+        if value in ((), {}):
+            continue
+        if isinstance(value, list | dict):
+            tables.append(f"\n# {origin}\n{tomli_w.dumps({setting: value})}")
+        elif value is None:
+            plain.append(f"# {setting} is not set\n")
+        else:
+            plain.append(f"{tomli_w.dumps({setting: value}).rstrip()}  # {origin}\n")
+    return "".join([f"# kvevents {version(PACKAGE)}: the settings in effect\n", *plain, *tables])
+
+
+def _values(loaded: Loaded) -> dict[str, object]:
+    values: dict[str, object] = msgspec.structs.asdict(loaded.config)
+    for tier in loaded.config.tiers:
+        values[f"{tier.prefix}_bytes"] = tier.size_bytes
+    if loaded.config.outputs:
+        values = {key: value for key, value in values.items() if key not in OutputConfig.__struct_fields__}
+        values["outputs"] = [dict(_said(output)) for output in loaded.config.outputs]
+    return values
+
+
+def _said(output: OutputConfig) -> Iterator[tuple[str, object]]:
+    """TOML has no word for nothing."""
+    return ((key, value) for key, value in msgspec.structs.asdict(output).items() if value is not None)
