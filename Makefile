@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench oracle interop schema clean setup
+.PHONY: demo test check bench oracle interop e2e schema clean setup
 
 setup: $(STAMP)
 
@@ -36,6 +36,10 @@ INTEROP ?= .interop
 interop: $(STAMP)
 	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
 	@$(BIN)/python tools/interop "$(INTEROP)"
+
+# ENGINE=DIR make e2e: DIR is a CPU build of vLLM in a virtual environment (see docs/vllm.md).
+e2e: $(STAMP)
+	@$(BIN)/python tools/e2e "$(ENGINE)" --interop "$(INTEROP)"
 
 schema: $(STAMP)
 	@$(BIN)/python tools/make_schema.py

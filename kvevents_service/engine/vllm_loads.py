@@ -2,8 +2,8 @@
 
     find -> begin -> (settle | expire) -> take_ended
 
-vLLM lets a request wait from `begin` until `take_ended` names it: every `begin` ends, and in bounded time. Whose load
-failed does not ask again: it is computed.
+vLLM lets a request wait from `begin` until `take_ended` names it: every `begin` ends, in bounded time. A request
+whose load failed is computed: it does not ask again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,66 @@
+"""`make e2e`: a real vLLM on CPU with a real sidecar.
+
+    python tools/e2e DIR [--interop DIR] [--point N]... [--keep DIR]
+
+DIR is an engine's virtual environment, vLLM 0.32 for CPU under `venv` and the Python of 0.33 under `graft`
+(docs/vllm.md says how to make one). Prints JSON lines, each with `point` and `ok`; exit code 1 if one is not ok.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "interop"))
+
+from points import Facts, Show
+from stage import Home
+
+from kvevents_service.errors import KvEventsError
+
+
+def play(show: Show, point: int) -> list[Facts]:
+    """The point's lines. What breaks off is a line that is not ok."""
+    lines: list[Facts] = []
+    try:
+        lines.extend(show.points[point]())
+    except (OSError, RuntimeError, KvEventsError) as error:
+        lines.append({"ok": False, "broke_off": f"{type(error).__name__}: {error}"})
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--interop", type=Path, default=Path(".interop"), help="as `make interop` uses it")
+    parser.add_argument("--point", type=int, action="append", default=[], help="only these")
+    parser.add_argument("--keep", type=Path, help="keep all logs in this directory")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvevents-e2e-") as temporary:
+        directory = options.keep or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        home = Home(options.directory.resolve(), options.directory.resolve() / "model")
+        home.make_model()
+        show = Show(home, options.interop.resolve(), directory)
+        try:
+            return 0 if all([report(show, point) for point in options.point or show.points]) else 1
+        finally:
+            show.close()
+
+
+def report(show: Show, point: int) -> bool:
+    started = time.monotonic()
+    lines = play(show, point)
+    for line in lines:
+        sys.stdout.write(json.dumps({"point": point, **line}) + "\n")
+    sys.stdout.flush()
+    sys.stderr.write(f"e2e: point {point}: {time.monotonic() - started:.0f} s\n")
+    return all(line["ok"] for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
