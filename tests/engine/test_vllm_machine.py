@@ -1,7 +1,7 @@
 """The scheduler half under every order of a vLLM's doings that hypothesis can think of (I1, I9, I12).
 
-`ToyVllm` checks that an offered block holds what is offered, from the offer to the end of its copy, and that a loaded
-one holds what its request wants. At the end every request has ended, and no block is held.
+`ToyVllm` checks that an offered block holds what is offered, from the offer to the end of its copy, and a loaded
+one what its request wants. At the end every request has ended, and no block is held.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The connector's counters on their way to vLLM."""
 
+from pathlib import Path
 from typing import Any
 
 from engine.vllm_toy import ToyVllm
@@ -40,3 +41,8 @@ def test_names_are_those_of_prometheus() -> None:
     assert len(set(names)) == len(names)
     assert names[0] == "kvevents_connector_connected"
     assert "kvevents_connector_loads_total" in names
+
+
+def test_every_metric_is_documented_as_it_is() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/vllm.md").read_text()
+    assert all(f"| `{metric.exported}` | {metric.what} |" in page for metric in METRICS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--point", type=int, action="append", default=[], help="only these")
     parser.add_argument("--keep", type=Path, help="keep all logs in this directory")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with its processes
     with tempfile.TemporaryDirectory(prefix="kvevents-e2e-") as temporary:
         directory = options.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
