@@ -20,7 +20,7 @@ def life(*tables: list[int]) -> Life:
 
 def test_a_table_has_none_for_the_null_block() -> None:
     made = life([1, 2], [0, 3])
-    made.grow([[4], []])
+    made.grow([[4], None])
     assert made.tables == [[1, 2, 4], [None, 3]]
 
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "interop"))
@@ -24,14 +25,12 @@ from stage import Home
 from kvevents_service.errors import KvEventsError
 
 
-def play(show: Show, point: int) -> list[Facts]:
-    """The point's lines. What breaks off is a line that is not ok."""
-    lines: list[Facts] = []
+def play(show: Show, point: int) -> Iterator[Facts]:
+    """The point's lines as they come. What breaks off is a line that is not ok."""
     try:
-        lines.extend(show.points[point]())
+        yield from show.points[point]()
     except (OSError, RuntimeError, KvEventsError) as error:
-        lines.append({"ok": False, "broke_off": f"{type(error).__name__}: {error}"})
-    return lines
+        yield {"ok": False, "broke_off": f"{type(error).__name__}: {error}"}
 
 
 def main() -> int:
@@ -45,9 +44,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvevents-e2e-") as temporary:
         directory = options.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        home = Home(options.directory.resolve(), options.directory.resolve() / "model")
-        home.make_model()
-        show = Show(home, options.interop.resolve(), directory)
+        show = Show(Home(options.directory.resolve()), options.interop.resolve(), directory)
         try:
             return 0 if all([report(show, point) for point in options.point or show.points]) else 1
         finally:
@@ -55,13 +52,13 @@ def main() -> int:
 
 
 def report(show: Show, point: int) -> bool:
-    started = time.monotonic()
-    lines = play(show, point)
-    for line in lines:
+    started, good = time.monotonic(), True
+    for line in play(show, point):
+        good &= line["ok"]
         sys.stdout.write(json.dumps({"point": point, **line}) + "\n")
-    sys.stdout.flush()
+        sys.stdout.flush()
     sys.stderr.write(f"e2e: point {point}: {time.monotonic() - started:.0f} s\n")
-    return all(line["ok"] for line in lines)
+    return good
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A real vLLM on CPU that does as it is told; runs in the engine's virtual environment.
 
-    python engine.py --model DIR --make          makes the model
+    python engine.py --model DIR --make KIND     makes the model
     python engine.py --model DIR [options]       one JSON command a line on stdin, one JSON answer a line on stdout
 
 Commands: {"do": "ask", "prompts": [[token, ...], ...], "max_tokens": n}, {"do": "reset"}, {"do": "spent"}.
@@ -22,28 +22,39 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 MARK = "e2e: "
 
 
-def make_model(path: str) -> None:
-    """A small Llama with random weights, whose answers depend on every token of the prompt."""
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "dtype": "float32",
+}
+
+
+def make_model(path: str, kind: str) -> None:
+    """A small model with random weights, whose answers depend on every token of the prompt.
+
+    "window": its layers have a sliding window in turn, so that its cache has two groups.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=512,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).eval().save_pretrained(path)
+    if kind == "window":
+        layers = ["sliding_attention", "full_attention"] * 2
+        window = Gemma3TextConfig(
+            **COMMON, num_hidden_layers=4, layer_types=layers, sliding_window=64, query_pre_attn_scalar=32
+        )
+        Gemma3ForCausalLM(window).eval().save_pretrained(path)
+    else:
+        LlamaForCausalLM(LlamaConfig(**COMMON, num_hidden_layers=2)).eval().save_pretrained(path)
 
 
 def start(options: argparse.Namespace) -> Any:
@@ -72,6 +83,8 @@ def start(options: argparse.Namespace) -> Any:
         seed=0,
         num_gpu_blocks_override=options.blocks,
         kv_transfer_config=transfer,
+        tensor_parallel_size=options.tensor_ranks,
+        pipeline_parallel_size=options.pipeline_ranks,
         disable_log_stats=False,
         **({"kv_events_config": events} if options.pub else {}),
     )
@@ -114,7 +127,9 @@ def say(answer: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--make", action="store_true")
+    parser.add_argument("--make", choices=["plain", "window"])
+    parser.add_argument("--tensor-ranks", type=int, default=1)
+    parser.add_argument("--pipeline-ranks", type=int, default=1)
     parser.add_argument("--connector")
     parser.add_argument("--module")
     parser.add_argument("--extra", default="{}")
@@ -125,7 +140,7 @@ def main() -> None:
     parser.add_argument("--replay")
     options = parser.parse_args()
     if options.make:
-        make_model(options.model)
+        make_model(options.model, options.make)
         return
     llm = start(options)
     import vllm

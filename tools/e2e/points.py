@@ -24,6 +24,9 @@ LONG = Sizes(blocks=700, max_len=4200, step_tokens=2048)
 LONG_PROMPTS = [phases.prompt(41 + number, 4096) for number in range(8)]
 LONG_TOKENS = 16
 ROUNDS = 3
+
+WINDOWED = Sizes(blocks=20)
+"""Of an engine whose model has two groups: each takes blocks of its own."""
 TARGET = 0.25
 """Of the time that SimpleCPUOffloadConnector spends in its hooks."""
 
@@ -180,29 +183,40 @@ class Show:
         }
 
     def versions(self) -> Iterator[Facts]:
-        """5: both versions of vLLM, in one process and in three, eager and lazy."""
+        """5: both versions of vLLM, in one process and in three, eager and lazy; several ranks, several groups."""
         plain = phases.tokens(self.plain[0])
-        for version, one_process, lazy in (
-            ("0.32", True, False),
-            ("0.32", False, True),
-            ("0.33", False, False),
-            ("0.33", True, True),
-        ):
-            sidecar = self.sidecar()
-            extra = {"sidecar": sidecar.socket, "lazy": lazy}
-            engine = self.engine(sidecar, version=version, one_process=one_process, extra=extra)
-            answers = phases.play(engine)
-            engine.stop()
-            sidecar.stop()
-            right = phases.tokens(answers) == plain
-            yield {
-                "ok": right and min(phases.hits(answers)) >= PREFIX,
-                "vllm": version,
-                "one_process": one_process,
-                "lazy": lazy,
-                "right_tokens": right,
-                "hits": phases.hits(answers),
-            }
+        yield self._served(plain, version="0.32", one_process=True)
+        yield self._served(plain, version="0.32", one_process=False, lazy=True)
+        yield self._served(plain, version="0.33", one_process=False)
+        yield self._served(plain, version="0.33", one_process=True, lazy=True)
+        yield self._served(plain, version="0.33", one_process=False, sizes=Sizes(tensor_ranks=2))
+        yield self._served(plain, version="0.33", one_process=False, sizes=Sizes(pipeline_ranks=2))
+        alone = self.engine(None, model="window", sizes=WINDOWED)
+        windowed = phases.tokens(phases.play(alone))
+        alone.stop()
+        for lazy in (False, True):
+            yield self._served(
+                windowed, version="0.33", one_process=True, lazy=lazy, model="window", sizes=WINDOWED
+            )
+
+    def _served(self, right: list[list[int]], *, lazy: bool = False, **options: Any) -> Facts:
+        sidecar = self.sidecar()
+        engine = self.engine(sidecar, extra={"sidecar": sidecar.socket, "lazy": lazy}, **options)
+        answers = phases.play(engine)
+        freed = engine.do("reset")["ok"]
+        engine.stop()
+        sidecar.stop()
+        same = phases.tokens(answers) == right
+        sizes = options.pop("sizes", Sizes())
+        return {
+            "ok": same and freed and min(phases.hits(answers)) >= PREFIX,
+            **options,
+            "lazy": lazy,
+            "ranks": [sizes.tensor_ranks, sizes.pipeline_ranks],
+            "right_tokens": same,
+            "no_block_is_left_held": freed,
+            "hits": phases.hits(answers),
+        }
 
     def overhead(self) -> Iterator[Facts]:
         """6: time in the connector's hooks, against SimpleCPUOffloadConnector's, on prompts of 4k tokens."""

@@ -23,10 +23,9 @@ CONNECTOR = ("KVEventsConnector", "kvevents_service.engine.vllm")
 
 
 class Home(NamedTuple):
-    """What setup_engine.sh made, and the model that the engines serve."""
+    """An engine's virtual environment, and the models that are made in it."""
 
     directory: Path
-    model: Path
 
     def environment(self, version: str, *, one_process: bool) -> dict[str, str]:
         """Only what an engine needs of this package goes in: its path, without its dependencies."""
@@ -43,18 +42,23 @@ class Home(NamedTuple):
     def python(self) -> Path:
         return self.directory / "venv/bin/python"
 
-    def make_model(self) -> None:
-        if not (self.model / "config.json").exists():
-            command = [str(self.python), str(HERE / "engine.py"), "--model", str(self.model), "--make"]
+    def model(self, kind: str) -> Path:
+        """Where it is. It is made if it is not there yet."""
+        path = self.directory / f"model-{kind}"
+        if not (path / "config.json").exists():
+            command = [str(self.python), str(HERE / "engine.py"), "--model", str(path), "--make", kind]
             subprocess.run(command, check=True, capture_output=True, timeout=ANSWER_S)
+        return path
 
 
 class Sizes(NamedTuple):
-    """Of an engine: blocks of its pool, its longest prompt, tokens a step."""
+    """Of an engine: blocks of its pool, its longest prompt, tokens a step, ranks."""
 
     blocks: int = 12
     max_len: int = 320
     step_tokens: int = 512
+    tensor_ranks: int = 1
+    pipeline_ranks: int = 1
 
 
 SMALL = Sizes()
@@ -73,15 +77,16 @@ class Engine:
         one_process: bool = True,
         connector: Sequence[str] = CONNECTOR,
         sizes: Sizes = SMALL,
+        model: str = "plain",
         events: bool = True,
     ) -> None:
         self.replay = loopback(free_port())
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._log = log
-        command: list[str] = [str(home.python), str(HERE / "engine.py"), "--model", str(home.model)]
+        command: list[str] = [str(home.python), str(HERE / "engine.py"), "--model", str(home.model(model))]
         command += ["--connector", connector[0], "--module", connector[1], "--extra", json.dumps(extra)]
-        command += ["--blocks", str(sizes.blocks), "--max-len", str(sizes.max_len)]
-        command += ["--step-tokens", str(sizes.step_tokens)]
+        for name, value in sizes._asdict().items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
         command += ["--pub", loopback(free_port()), "--replay", self.replay] if events else []
         self._process = subprocess.Popen(
             command,
