@@ -87,15 +87,34 @@ class OffloadClient(Registration):
         `block_hashes`: those of the hash units from there on, packed, or one by one. `fine`: a hit may end inside a
         block, and be loaded up to there.
         """
+        call_id = self.begin_lookup(request_id, block_hashes, start_tokens, fine=fine)
+        return NO_HIT if call_id is None else self.end_lookup(call_id)
+
+    def begin_lookup(
+        self,
+        request_id: str,
+        block_hashes: bytes | Sequence[bytes],
+        start_tokens: int = 0,
+        *,
+        fine: bool = False,
+    ) -> int | None:
+        """Ask, and go on: a number for `end_lookup` or `drop_lookup`. None: it is a miss already."""
         self.counters["lookups"] += 1
         with self._forgiven("lookup"):
             if self._line.usable:
                 call_id, lease_s = self._line.next_id(), self.timeouts.lease_s
                 call = Lookup(call_id, request_id, packed_hashes(block_hashes), lease_s, start_tokens, fine)
-                answer = self._line.ask(call, call_id, self.timeouts.lookup_s)
-                if isinstance(answer, Hit):
-                    return PrefixHit(answer.blocks, answer.lease_id)
-        return NO_HIT
+                return call_id if self._line.begin(call, call_id) else None
+        return None
+
+    def end_lookup(self, call_id: int) -> PrefixHit:
+        """What was found. A miss if the answer does not come within the deadline, from now on."""
+        answer = self._line.answer(call_id, self.timeouts.lookup_s)
+        return PrefixHit(answer.blocks, answer.lease_id) if isinstance(answer, Hit) else NO_HIT
+
+    def drop_lookup(self, call_id: int) -> None:
+        """Nobody wants to know any more. What was found, or will be, is released."""
+        self._line.give_up(call_id)
 
     def load(self, request_id: str, hit: PrefixHit, block_ids: bytes, units: int | None = None) -> int | None:
         """Start loading a hit, or its first `units`, into these blocks (packed int32). None: refused, recompute.

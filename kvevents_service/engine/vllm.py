@@ -188,9 +188,9 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, None if self._worker is None else self._worker.loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = set() if self._worker is None else self._worker.failed()
-        return results
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        return KVConnectorTransferResults(set(), self._worker.loaded(), self._worker.failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self._worker is None else self._worker.bad_blocks()
@@ -229,7 +229,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler
 
     def on_new_request(self, request: Any) -> None:
-        self._half.collect()
+        self._half.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._half.find(request, num_computed_tokens)

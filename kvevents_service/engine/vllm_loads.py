@@ -1,6 +1,6 @@
 """Hits of the sidecar on their way into vLLM's blocks.
 
-    find -> begin -> (settle | expire) -> take_ended
+    (ask_early ->) find -> begin -> (settle | expire) -> take_ended
 
 vLLM lets a request wait from `begin` until `take_ended` names it: every `begin` ends, in bounded time. A request
 whose load failed is computed: it does not ask again.
@@ -12,16 +12,29 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvevents_service.core.groups import alignment, needed_blocks
+from kvevents_service.core.groups import PREFIX_KINDS, alignment, needed_blocks
 from kvevents_service.engine.client import NO_HIT, OffloadClient, PrefixHit
 from kvevents_service.engine.vllm_pool import EnginePool
 from kvevents_service.engine.vllm_request import VllmRequest
 from kvevents_service.wire.control import GroupSpec, Loaded
 from kvevents_service.wire.packing import pack_int32
 
+MISS_S = 0.1
+"""How long a miss holds: a request that waits for room is not looked up in every step."""
+MAX_ASKED = 64
+"""So many requests are looked up before it is their turn; others when it is."""
+
+
+class Asked(NamedTuple):
+    """A lookup of the prompt's units [0, stop) that is under way: sent when the request arrived."""
+
+    call_id: int
+    stop: int
+    until: float
+
 
 class Found(NamedTuple):
-    """A hit that waits for blocks. It holds for the prompt's units [first, stop), until its lease is half over."""
+    """What was found of the prompt's units [first, stop). It holds until its lease is half over."""
 
     hit: PrefixHit
     first: int
@@ -76,6 +89,8 @@ class Loads:
         self._pool = pool
         self._rules = rules
         self._clock = clock
+        self._prefix_only = all(group.kind in PREFIX_KINDS for group in self._groups)
+        self._asked: dict[str, Asked] = {}
         self._found: dict[str, Found] = {}
         self._loading: dict[int, Loading] = {}
         self._late: dict[int, Loading] = {}
@@ -86,11 +101,21 @@ class Loads:
         return f"<Loads found={len(self._found)} loading={len(self._loading)} late={len(self._late)}>"
 
     @property
-    def waiting(self) -> bool:
-        """Requests wait for loads, or to be told of their end."""
-        return bool(self._loading or self._ended)
+    def under_way(self) -> bool:
+        """The sidecar owes us the end of a load."""
+        return bool(self._loading or self._late)
 
     # hits
+
+    def ask_early(self, request: VllmRequest) -> None:
+        """It has arrived: by the time that it is its turn the answer is here."""
+        stop = (request.num_tokens - 1) // self._unit
+        if stop > 0 and len(self._asked) < MAX_ASKED and request.request_id not in self._asked:
+            names = request.block_hashes[:stop]
+            call_id = self._client.begin_lookup(request.request_id, names, fine=self._rules.fine)
+            if call_id is not None:
+                until = self._clock() + self._client.timeouts.lease_s / 2
+                self._asked[request.request_id] = Asked(call_id, stop, until)
 
     def find(self, request: VllmRequest, local_tokens: int) -> int:
         """Tokens that can be loaded of a prompt that is in the engine up to `local_tokens`. It stays pinned."""
@@ -104,22 +129,37 @@ class Loads:
         return self._usable(found.hit) * self._unit
 
     def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
+        hit = self._early(request.request_id, first, stop)
         self.release(request.request_id)
-        names = request.block_hashes[first:stop]
-        hit = NO_HIT
-        if names:
+        if hit is None:
+            names = request.block_hashes[first:stop]
             hit = self._client.lookup(request.request_id, names, first * self._unit, fine=self._rules.fine)
-        found = Found(hit, first, stop, self._clock() + self._client.timeouts.lease_s / 2)
-        if hit.blocks:
-            self._found[request.request_id] = found
+        holds_s = self._client.timeouts.lease_s / 2 if hit.blocks else MISS_S
+        found = self._found[request.request_id] = Found(hit, first, stop, self._clock() + holds_s)
         return found
+
+    def _early(self, request_id: str, first: int, stop: int) -> PrefixHit | None:
+        """What the early lookup says of a prompt that the engine has `first` units of; None if it does not."""
+        asked = self._asked.pop(request_id, None)
+        if asked is None:
+            return None
+        if asked.stop != stop or self._clock() > asked.until or (first and not self._prefix_only):
+            self._client.drop_lookup(asked.call_id)
+            return None
+        hit = self._client.end_lookup(asked.call_id)
+        if not first:
+            return hit
+        self._client.release(hit)
+        return None if hit.blocks > first else NO_HIT
 
     def _usable(self, hit: PrefixHit) -> int:
         return max(0, hit.blocks - self._rules.margin_tokens // self._unit)
 
     def release(self, request_id: str) -> None:
-        """It will not load what it found."""
-        found = self._found.pop(request_id, None)
+        """It will not load what it found, or may find."""
+        asked, found = self._asked.pop(request_id, None), self._found.pop(request_id, None)
+        if asked is not None:
+            self._client.drop_lookup(asked.call_id)
         if found is not None:
             self._client.release(found.hit)
 
@@ -129,7 +169,7 @@ class Loads:
         """Load the first `tokens` of what it found into these blocks, which are held until the load has ended."""
         found, units = self._found.pop(request_id, None), tokens // self._unit
         load_id = None
-        if found is not None:
+        if found is not None and found.hit.blocks:
             block_ids = self._targets(tables, found.first * self._unit, tokens)
             load_id = self._client.load(request_id, found.hit, pack_int32(block_ids), units)
         if load_id is None or found is None:
@@ -168,7 +208,7 @@ class Loads:
 
     def expire(self) -> None:
         """Whoever waits too long is computed, in other blocks: these are held until its load has ended."""
-        now = self._clock()
+        now = self._clock() if self._loading else 0.0
         for load_id, loading in list(self._loading.items()):
             if now > loading.deadline:
                 self.counters["loads_late"] += 1
@@ -198,6 +238,6 @@ class Loads:
 
     def reset(self) -> None:
         """What is stored is void, and so is what is being loaded."""
-        for request_id in list(self._found):
+        for request_id in [*self._found, *self._asked]:
             self.release(request_id)
         self._loading = {number: loading._replace(void=True) for number, loading in self._loading.items()}

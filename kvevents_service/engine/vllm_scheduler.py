@@ -10,6 +10,7 @@ vLLM's pool from then until the sidecar has said that no copy touches it any mor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import gcd
 from typing import Any, NamedTuple, Protocol
 
 from kvevents_service.core.groups import PREFIX_KINDS
@@ -79,15 +80,16 @@ class SchedulerHalf:
         spans = [Spans(group, unit) for group in groups]
         self._stored = [each for each in spans if each.group.cacheable]
         self._lazy = rules.lazy
-        asks = rules.lazy or any(each.group.kind not in PREFIX_KINDS for each in self._stored)
+        self._prefix_only = all(each.group.kind in PREFIX_KINDS for each in self._stored)
+        self._grain = gcd(*(each.block_size for each in self._stored))
+        asks = rules.lazy or not self._prefix_only
         self._flights = Flights(self._stored, watch=asks)
         self._pool = EnginePool(pool, self._flights.written, key, spans)
         self.planner = self._make_planner(rules, asks)
         self.loads = Loads(client, groups, unit, self._pool, rules.hits, clock)
         self._requests: dict[str, VllmRequest] = {}
         self._lives: dict[str, Life] = {}
-        self._endings = 0
-        self._step = 0
+        self._endings = self._open_steps = self._step = 0
         self._said_at = self._reset_at = -LINGER_S
         self._registrations = 0
         self._void = False
@@ -104,6 +106,12 @@ class SchedulerHalf:
         return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None)
 
     # hits
+
+    def arrive(self, request: VllmRequest) -> None:
+        """A request is new."""
+        self.collect()
+        if not (self._void or request.skip_reading_prefix_cache):
+            self.loads.ask_early(request)
 
     def find(self, request: VllmRequest, local_tokens: int) -> int:
         """How many tokens behind its first `local_tokens` can be loaded."""
@@ -135,23 +143,33 @@ class SchedulerHalf:
 
     def collect(self, wait_s: float = 0.0) -> None:
         """Take in what has ended in the sidecar. Waits up to `wait_s` if something is under way."""
-        done = self.client.poll(wait_s) if self.client.outstanding else Completions([], [])
-        self.planner.settle(done.steps)
-        self.loads.settle(done.loads)
-        self.loads.expire()
-        self.stored_blocks += sum(end.stored for end in done.steps)
-        self.declined_blocks += sum(end.declined for end in done.steps)
+        if self._under_way:
+            self._settle(self.client.poll(wait_s))
         registrations = self.client.counters["registrations"]
         if registrations != self._registrations:
             self._registrations = registrations
             self.planner.offer_all_again()
 
+    @property
+    def _under_way(self) -> bool:
+        """The sidecar owes us the end of something."""
+        return self._open_steps > 0 or self.loads.under_way
+
+    def _settle(self, done: Completions) -> None:
+        self._open_steps -= len(done.steps)
+        self.planner.settle(done.steps)
+        self.stored_blocks += sum(end.stored for end in done.steps)
+        self.declined_blocks += sum(end.declined for end in done.steps)
+        self.loads.settle(done.loads)
+        self.loads.expire()
+
     def _say(self) -> None:
         """One message. What it offers is held from here on."""
-        plan = self.planner.plan()
-        if not plan.empty:
+        plan = None if self.planner.idle else self.planner.plan()
+        if plan is not None and not plan.empty:
             fresh = self._settle_reset()
             said = self.client.step(plan.offers, plan.finished, plan.preempted) if fresh else None
+            self._open_steps += said is not None
             self.planner.sent(plan, said)
             self._said_at = self._clock()
 
@@ -192,15 +210,18 @@ class SchedulerHalf:
 
     def land_step(self, number: int) -> None:
         """All ranks have computed this step, and its output has been dealt with."""
-        for share in self._flights.land(number):
-            life, request = share.life, share.life.request
+        for life, start, stop in self._flights.land(number):
             if life.ending is not None:
                 self._end(life)
-            elif not life.over:
-                there = min(share.stop, known_tokens(request))
-                self.planner.confirm(request.request_id, there, request.num_computed_tokens)
-                if self._lazy:
-                    self._record(life, there)
+            elif not life.over and (stop // self._grain > start // self._grain or not self._prefix_only):
+                self._confirm(life, stop)
+
+    def _confirm(self, life: Life, stop: int) -> None:
+        request = life.request
+        there = min(stop, known_tokens(request))
+        self.planner.confirm(request.request_id, there, request.num_computed_tokens)
+        if self._lazy:
+            self._record(life, there)
 
     def _record(self, life: Life, tokens: int) -> None:
         """What its blocks are, for the day when the engine is about to reuse them."""
@@ -255,7 +276,7 @@ class SchedulerHalf:
         """Empty steps would bring something to its end."""
         if self._endings:
             return True
-        return self.client.outstanding > 0 and self._clock() - self._said_at < LINGER_S
+        return self._under_way and self._clock() - self._said_at < LINGER_S
 
     def reset(self, wait_s: float = 1.0) -> bool:
         """Everything that was computed is void. True: nothing of it can be loaded any more."""

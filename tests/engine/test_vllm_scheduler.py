@@ -221,7 +221,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded_leaves_nothing() -> None:
     vllm.client.end_copy(good=False)
     vllm.drain()
     assert not vllm.half.loads._missed
-    assert not vllm.half.loads.waiting
+    assert not vllm.half.loads.under_way
 
 
 def test_a_request_may_ask_not_to_be_served_from_a_cache() -> None:
@@ -229,7 +229,7 @@ def test_a_request_may_ask_not_to_be_served_from_a_cache() -> None:
     serve(vllm, "r", PROMPT)
     evict(vllm)
     request = vllm.add("again", PROMPT)
-    request.skip_reading_prefix_cache = True
+    request.skip_reading_prefix_cache = True  # and so it is not asked for, or released
     vllm.step()
     assert vllm.cached["again"] == 0
 

@@ -171,6 +171,7 @@ class ToyClient:
         self._open: dict[int, list[tuple[int, Content]]] = {}
         self._loads: dict[int, list[tuple[int, Content]]] = {}
         self._asked: dict[int, Lookup] = {}
+        self._early: dict[int, PrefixHit] = {}
         self.connect()
 
     def connect(self) -> None:
@@ -179,6 +180,7 @@ class ToyClient:
         self._ended += [Loaded(number, 0) for number in self._loads]
         self._open.clear()
         self._loads.clear()
+        self._early = dict.fromkeys(self._early, NO_HIT)
         groups = tuple(self.layout.groups)
         self.core = OffloadScheduler(TierSpec("CPU", 4096, 32, groups, UNIT))
         self.core.hello(SESSION, len(self._pool.blocks))
@@ -225,6 +227,21 @@ class ToyClient:
                 for block_id, content in targets if message.blocks else ():
                     self._pool.content[block_id] = content
                 self._ended.append(message)
+
+    def begin_lookup(
+        self, request_id: str, block_hashes: Sequence[bytes], start_tokens: int = 0, *, fine: bool = False
+    ) -> int | None:
+        if self.away:
+            return None
+        number = self._next()
+        self._early[number] = self.lookup(request_id, block_hashes, start_tokens, fine=fine)
+        return number
+
+    def end_lookup(self, call_id: int) -> PrefixHit:
+        return self._early.pop(call_id)
+
+    def drop_lookup(self, call_id: int) -> None:
+        self.release(self._early.pop(call_id))
 
     def lookup(
         self, request_id: str, block_hashes: Sequence[bytes], start_tokens: int = 0, *, fine: bool = False
@@ -310,7 +327,7 @@ class ToyVllm:
     def add(self, request_id: str, prompt: Sequence[int], more: int = 1) -> Request:
         request = self.requests[request_id] = Request(request_id, prompt, more)
         self.waiting.append(request)
-        self.half.collect()
+        self.half.arrive(request)
         return request
 
     def abort(self, request_id: str) -> None:

@@ -219,17 +219,22 @@ class Show:
         }
 
     def overhead(self) -> Iterator[Facts]:
-        """6: time in the connector's hooks, against SimpleCPUOffloadConnector's, on prompts of 4k tokens."""
+        """6: time in the connector's hooks, against SimpleCPUOffloadConnector's, on prompts of 4k tokens.
+
+        Judged by the scheduler thread's time on a core: on a machine with other work a wait for the sidecar, or for
+        a core, says nothing of either. `wall_share` has both in it.
+        """
         for events in (True, False):
             sidecar = self.sidecar(1 << 30)
             ours = self._time(("TimedKVEvents", "timed"), {"sidecar": sidecar.socket}, events)
             sidecar.stop()
             theirs = self._time(("TimedSimple", "timed"), {"cpu_bytes_to_use": 1 << 30}, events)
-            share = ours["us_per_step"] / theirs["us_per_step"]
+            share = ours["cpu_us_per_step"] / theirs["cpu_us_per_step"]
             yield {
                 "ok": share <= TARGET,
                 "events": events,
                 "share": round(share, 3),
+                "wall_share": round(ours["us_per_step"] / theirs["us_per_step"], 3),
                 "target": TARGET,
                 "ours": ours,
                 "theirs": theirs,
@@ -243,9 +248,13 @@ class Show:
             prompts = [[(token + number + 1) % 500 for token in prompt] for prompt in LONG_PROMPTS]
             engine.ask(*prompts, max_tokens=LONG_TOKENS)
             spent = engine.do("spent")
-            rounds.append({"us_per_step": round(sum(spent["us"].values()) / spent["steps"], 1), **spent})
+            rates = {
+                f"{kind}_per_step": round(sum(spent[kind].values()) / spent["steps"], 1)
+                for kind in ("us", "cpu_us")
+            }
+            rounds.append(rates | spent)
         engine.stop()
-        return min(rounds, key=lambda each: each["us_per_step"])
+        return min(rounds, key=lambda each: each["cpu_us_per_step"])
 
     @property
     def points(self) -> dict[int, Callable[[], Iterator[Facts]]]:
