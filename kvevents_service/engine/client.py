@@ -108,7 +108,13 @@ class OffloadClient(Registration):
         return None
 
     def end_lookup(self, call_id: int) -> PrefixHit:
-        """What was found. A miss if the answer does not come within the deadline, from now on."""
+        """What was found. A miss if the answer does not come within the deadline, from now on.
+
+        Of several that wait for a sidecar that has fallen silent only the first one waits.
+        """
+        if not self._line.usable:
+            self._line.give_up(call_id)
+            return NO_HIT
         answer = self._line.answer(call_id, self.timeouts.lookup_s)
         return PrefixHit(answer.blocks, answer.lease_id) if isinstance(answer, Hit) else NO_HIT
 

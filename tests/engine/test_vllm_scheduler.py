@@ -253,6 +253,99 @@ def test_a_hit_is_asked_for_once_while_its_lease_holds() -> None:
     assert vllm.client._ids == before + 1
 
 
+# early lookups
+
+
+def asked(vllm: ToyVllm) -> int:
+    """Lookups that were sent since the last time."""
+    count, vllm.client.counters["toy_lookups"] = vllm.client.counters["toy_lookups"], 0
+    return count
+
+
+def test_a_prompt_is_looked_up_when_it_arrives_and_not_again() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    asked(vllm)
+    request = vllm.add("again", PROMPT)
+    assert asked(vllm) == 1
+    assert vllm.half.find(request, 0) == 16
+    assert asked(vllm) == 0
+    vllm.abort("again")
+    vllm.drain()
+
+
+def test_what_the_engine_has_of_it_itself_needs_no_second_lookup() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    asked(vllm)
+    request = vllm.add("again", PROMPT)
+    assert vllm.half.find(request, 16) == 0
+    assert asked(vllm) == 1
+    vllm.drain()
+
+
+def test_behind_a_shorter_prefix_of_the_engine_it_is_looked_up_again() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    asked(vllm)
+    request = vllm.add("again", PROMPT)
+    assert vllm.half.find(request, 8) == 8
+    assert asked(vllm) == 2
+    vllm.drain()
+
+
+def test_windows_are_looked_up_from_where_the_engines_prefix_ends() -> None:
+    vllm = ToyVllm((FULL, WINDOW))
+    serve(vllm, "r", PROMPT)
+    asked(vllm)
+    request = vllm.add("again", PROMPT)
+    assert vllm.half.find(request, 16) == 0
+    assert asked(vllm) == 1
+    assert vllm.half.find(request, 8) == 8
+    vllm.drain()
+
+
+def test_an_early_answer_is_void_after_a_reset() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    request = vllm.add("again", PROMPT)
+    vllm.half.reset()
+    assert vllm.half.find(request, 0) == 0
+    vllm.drain()
+
+
+def test_an_early_answer_that_has_become_old_is_asked_for_anew() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    request = vllm.add("again", PROMPT)
+    asked(vllm)
+    vllm.clock.advance(6.0)
+    assert vllm.half.find(request, 0) == 16
+    assert asked(vllm) == 1
+    vllm.drain()
+
+
+def test_a_long_queue_is_not_asked_for_all_at_once() -> None:
+    vllm = ToyVllm()
+    for number in range(100):
+        vllm.add(f"r{number}", PROMPT)
+    assert asked(vllm) == 64
+
+
+def test_a_miss_is_not_asked_for_in_every_step() -> None:
+    vllm = ToyVllm()
+    request = vllm.add("r", PROMPT)
+    asked(vllm)
+    assert [vllm.half.find(request, 0) for _ in range(3)] == [0, 0, 0]
+    assert asked(vllm) == 0
+    vllm.clock.advance(0.2)
+    assert vllm.half.find(request, 0) == 0
+    assert asked(vllm) == 1
+
+
 # reset
 
 

@@ -248,6 +248,7 @@ class ToyClient:
     ) -> PrefixHit:
         if self.away:
             return NO_HIT
+        self.counters["toy_lookups"] += 1
         call = Lookup(self._next(), request_id, packed_hashes(block_hashes), 10.0, start_tokens, fine)
         hit = self.core.lookup(SESSION, call, 0.0)
         if hit.lease_id is not None:
@@ -552,4 +553,5 @@ class ToyVllm:
         self.client.end_copies()
         self.half.collect()
         assert not any(block.ref_cnt for block in self.pool.blocks)
+        assert not self.client.core.stats()["leases"]
         assert not self.half.planner.book.held_blocks
