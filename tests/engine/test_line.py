@@ -180,10 +180,15 @@ def test_a_hit_that_nobody_wants_is_released_whenever_it_comes(peer: Peer, early
     assert peer.heard(LONG_S) == [Release(77)]
 
 
-def test_nobody_waits_on_a_new_link_for_an_answer_of_the_old_one(peer: Peer) -> None:
+@pytest.mark.parametrize("dead", [True, False])
+def test_nobody_waits_on_a_new_link_for_an_answer_of_the_old_one(peer: Peer, dead: bool) -> None:
     other = Peer()
     assert peer.line.begin(Lookup(1, "r", b""), 1)
-    peer.line.hang_up()
+    if dead:
+        peer.socket.close()
+        peer.line.collect()
+    else:
+        peer.line.hang_up()
     peer.line.adopt(Link(other.connection, Welcome(PROTOCOL_VERSION, "boot", 2, 8, 64)))
     assert peer.line.answer(1, LONG_S) is None
     assert peer.line.usable

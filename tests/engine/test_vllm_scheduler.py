@@ -1,7 +1,9 @@
 """The connector's scheduler half: what is offered when, what is loaded, and that every block is given back once."""
 
 import pytest
-from engine.vllm_toy import FULL, WINDOW, Pool, ToyVllm
+from engine.vllm_toy import FULL, UNIT, WINDOW, Pool, Request, ToyVllm
+
+from kvevents_service.engine.offers import make_offer
 
 PROMPT = list(range(20))
 
@@ -296,13 +298,20 @@ def test_behind_a_shorter_prefix_of_the_engine_it_is_looked_up_again() -> None:
 
 
 def test_windows_are_looked_up_from_where_the_engines_prefix_ends() -> None:
+    """The tier lacks the window's block before that place: a prefix from token 0 could not be served."""
     vllm = ToyVllm((FULL, WINDOW))
-    serve(vllm, "r", PROMPT)
-    asked(vllm)
-    request = vllm.add("again", PROMPT)
-    assert vllm.half.find(request, 16) == 0
-    assert asked(vllm) == 1
-    assert vllm.half.find(request, 8) == 8
+    request = Request("r", PROMPT, 1)
+    for group, numbers in ((0, (0, 1, 2)), (1, (2,))):
+        for number in numbers:
+            block, name = 1 + number + 3 * group, request.block_hashes[number]
+            vllm.pool.content[block] = (group, name)
+            parent = request.block_hashes[number - 1] if number else None
+            tokens = PROMPT[number * UNIT : (number + 1) * UNIT]
+            vllm.client.step([make_offer("r", [name], tokens, [block], group=group, parent=parent)], (), ())
+            vllm.client.end_copies()
+    vllm.half.arrive(request)
+    assert vllm.half.find(request, 8) == 4
+    vllm.half.loads.forget("r")
     vllm.drain()
 
 
@@ -339,7 +348,9 @@ def test_a_miss_is_not_asked_for_in_every_step() -> None:
     vllm = ToyVllm()
     request = vllm.add("r", PROMPT)
     asked(vllm)
-    assert [vllm.half.find(request, 0) for _ in range(3)] == [0, 0, 0]
+    for _ in range(3):
+        vllm.clock.advance(0.03)
+        assert vllm.half.find(request, 0) == 0
     assert asked(vllm) == 0
     vllm.clock.advance(0.2)
     assert vllm.half.find(request, 0) == 0

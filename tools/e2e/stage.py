@@ -27,8 +27,10 @@ class Home(NamedTuple):
 
     directory: Path
 
-    def environment(self, version: str, *, one_process: bool) -> dict[str, str]:
+    def environment(self, version: str, *, one_process: bool, ranks: int) -> dict[str, str]:
         """Only what an engine needs of this package goes in: its path, without its dependencies."""
+        cores = sorted(os.sched_getaffinity(0))
+        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)) if ranks > 1 else "auto"
         paths = [str(ROOT), str(HERE)]
         if version == "0.33":
             paths.append(str(self.directory / "graft"))
@@ -36,6 +38,7 @@ class Home(NamedTuple):
             "PYTHONPATH": ":".join(paths),
             "VLLM_TARGET_DEVICE": "cpu",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
+            "VLLM_CPU_OMP_THREADS_BIND": bound,
         }
 
     @property
@@ -93,7 +96,7 @@ class Engine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("ab"),
-            env=home.environment(version, one_process=one_process),
+            env=home.environment(version, one_process=one_process, ranks=sizes.tensor_ranks * sizes.pipeline_ranks),
             text=True,
             start_new_session=True,
         )
