@@ -84,8 +84,10 @@ class Flights:
         written: list[int] = []
         for life, start, stop in shares:
             life.flights += 1
-            written += self._blocks(life.tables, start, stop)
-        self._written.update(written)
+            if self._spans:
+                written += self._blocks(life.tables, start, stop)
+        if written:
+            self._written.update(written)
         self._running.append(Flight(number, shares, written))
 
     def land(self, number: int) -> Iterator[Share]:

@@ -30,7 +30,7 @@ def play(show: Show, point: int) -> Iterator[Facts]:
     try:
         yield from show.points[point]()
     except (OSError, RuntimeError, KvEventsError) as error:
-        yield {"ok": False, "broke_off": f"{type(error).__name__}: {error}"}
+        yield {"ok": False, "broke_off": f"{type(error).__name__}: {error}"[-600:]}
 
 
 def main() -> int:
