@@ -26,15 +26,18 @@ class Ending(NamedTuple):
 
 
 class Life:
-    """A request from when it is scheduled until it is preempted or has ended. `flights`: running steps it is in."""
+    """A request from when it is scheduled until it is preempted or has ended.
 
-    __slots__ = ("ending", "flights", "over", "recorded", "request", "tables")
+    `flights`: running steps it is in. `confirmed`: tokens of it that are computed, as far as anybody was told.
+    """
+
+    __slots__ = ("confirmed", "ending", "flights", "over", "recorded", "request", "tables")
 
     def __init__(self, request: VllmRequest, tables: list[list[int | None]]) -> None:
         self.request = request
         self.tables = tables
         self.recorded = [0] * len(tables)
-        self.flights = 0
+        self.flights = self.confirmed = 0
         self.over = False
         self.ending: Ending | None = None
 

@@ -210,15 +210,15 @@ class SchedulerHalf:
 
     def land_step(self, number: int) -> None:
         """All ranks have computed this step, and its output has been dealt with."""
-        for life, start, stop in self._flights.land(number):
+        for life, _, stop in self._flights.land(number):
             if life.ending is not None:
                 self._end(life)
-            elif not life.over and (stop // self._grain > start // self._grain or not self._prefix_only):
+            elif not life.over and (stop // self._grain > life.confirmed // self._grain or not self._prefix_only):
                 self._confirm(life, stop)
 
     def _confirm(self, life: Life, stop: int) -> None:
         request = life.request
-        there = min(stop, known_tokens(request))
+        there = life.confirmed = min(stop, known_tokens(request))
         self.planner.confirm(request.request_id, there, request.num_computed_tokens)
         if self._lazy:
             self._record(life, there)

@@ -88,6 +88,19 @@ def test_offered_blocks_are_held_until_the_sidecar_is_done() -> None:
     assert not vllm.half.busy
 
 
+def test_what_a_request_began_with_is_offered_in_its_second_step() -> None:
+    vllm = ToyVllm()
+    vllm.client.away = True
+    serve(vllm, "r", PROMPT)
+    vllm.client.away = False
+    vllm.client.connect()
+    vllm.add("again", PROMPT[:18], 1)
+    vllm.step()
+    vllm.schedule()
+    assert vllm.cached["again"] == 16
+    assert vllm.client.copies.pending[0].blocks == 4
+
+
 def test_a_request_that_ends_before_its_report_is_held_and_stored() -> None:
     vllm = ToyVllm(lag=1)
     vllm.add("r", PROMPT[:16], 0)

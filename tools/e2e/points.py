@@ -158,7 +158,7 @@ class Show:
         crowd = engine.wait()
         sidecar.start()
         again = [phases.ask(engine, phase) for phase in ("D", "A", "B", "C", "E", "A")]
-        freed = engine.do("reset")["ok"]
+        freed = _reset(engine)
         engine.stop()
         sidecar.stop()
         yield {
@@ -208,7 +208,7 @@ class Show:
         sidecar = self.sidecar()
         engine = self.engine(sidecar, extra=offload_to(sidecar.socket, lazy=lazy), **options)
         answers = phases.play(engine)
-        freed = engine.do("reset")["ok"]
+        freed = _reset(engine)
         engine.stop()
         sidecar.stop()
         same = phases.tokens(answers) == right
@@ -271,6 +271,16 @@ class Show:
             5: self.versions,
             6: self.overhead,
         }
+
+
+def _reset(engine: Engine) -> bool:
+    """vLLM refuses while a block is in use: copies of the last step may be under way for a moment."""
+    deadline = time.monotonic() + SETTLE_S
+    while not engine.do("reset")["ok"]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _cpu(resident: dict[streams.Key, streams.Block]) -> dict[streams.Key, streams.Block]:
