@@ -57,7 +57,9 @@ class Show:
         log = self.directory / f"engine-{next(self._numbers)}.log"
         made = Engine(self.home, log, **options)
         self._open.append(made)
-        made.wait()
+        version = made.wait()["version"]
+        if not version.startswith(options.get("version", "0.33")):
+            raise RuntimeError(f"vLLM {version} in {self.home.directory}")
         return made
 
     def sidecar(self, host_bytes: int = HOST_BYTES) -> Sidecar:
