@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench oracle interop docker-check schema clean setup
+.PHONY: demo test check bench oracle interop e2e docker-check schema clean setup
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ interop: $(STAMP)
 # Replays docker/Dockerfile without Docker; root and Linux. DOCKER_ARGS: as --build-arg NAME=VALUE.
 docker-check: $(STAMP)
 	@$(BIN)/python tools/docker_check.py $(DOCKER_ARGS)
+
+# ENGINE=DIR make e2e: DIR is a CPU build of vLLM in a virtual environment (see docs/vllm.md).
+e2e: $(STAMP)
+	@$(BIN)/python tools/e2e "$(ENGINE)" --interop "$(INTEROP)"
 
 schema: $(STAMP)
 	@$(BIN)/python tools/make_schema.py

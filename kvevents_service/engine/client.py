@@ -10,8 +10,7 @@ The contract for memory (I9): every step and load that is accepted (a number was
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvevents_service.engine.layout import EngineLayout
@@ -94,15 +93,42 @@ class OffloadClient(Registration):
         `block_hashes`: those of the hash units from there on, packed, or one by one. `fine`: a hit may end inside a
         block, and be loaded up to there.
         """
+        call_id = self.begin_lookup(request_id, block_hashes, start_tokens, fine=fine)
+        return NO_HIT if call_id is None else self.end_lookup(call_id)
+
+    def begin_lookup(
+        self,
+        request_id: str,
+        block_hashes: bytes | Sequence[bytes],
+        start_tokens: int = 0,
+        *,
+        fine: bool = False,
+    ) -> int | None:
+        """Ask, and go on: a number for `end_lookup` or `drop_lookup`. None: it is a miss already."""
         self.counters["lookups"] += 1
-        with self._forgiven("lookup"):
+        try:
             if self._line.usable:
                 call_id, lease_s = self._line.next_id(), self.timeouts.lease_s
                 call = Lookup(call_id, request_id, packed_hashes(block_hashes), lease_s, start_tokens, fine)
-                answer = self._line.ask(call, call_id, self.timeouts.lookup_s)
-                if isinstance(answer, Hit):
-                    return PrefixHit(answer.blocks, answer.lease_id)
-        return NO_HIT
+                return call_id if self._line.begin(call, call_id) else None
+        except ENGINE_FAULTS as error:
+            self._forgive("lookup", error)
+        return None
+
+    def end_lookup(self, call_id: int) -> PrefixHit:
+        """What was found. A miss if the answer does not come within the deadline, from now on.
+
+        Of several that wait for a sidecar that has fallen silent only the first one waits.
+        """
+        if not self._line.usable:
+            self._line.give_up(call_id)
+            return NO_HIT
+        answer = self._line.answer(call_id, self.timeouts.lookup_s)
+        return PrefixHit(answer.blocks, answer.lease_id) if isinstance(answer, Hit) else NO_HIT
+
+    def drop_lookup(self, call_id: int) -> None:
+        """Nobody wants to know any more. What was found, or will be, is released."""
+        self._line.give_up(call_id)
 
     def load(
         self, request_id: str, hit: PrefixHit, block_ids: bytes, units: int | None = None, mark: int | None = None
@@ -112,19 +138,22 @@ class OffloadClient(Registration):
         The blocks must not be touched until `poll` returns this number. `mark`: what used them before is computed
         when every rank's device has got there.
         """
-        with self._forgiven("load"):
+        try:
             lease_id = hit.lease_id
-            if lease_id is not None:
-                return self._number(
-                    "loads", lambda number: Load(number, request_id, lease_id, block_ids, units, mark)
-                )
-        return None
+        except ENGINE_FAULTS as error:
+            self._forgive("load", error)
+            return None
+        if lease_id is None:
+            return None
+        return self._number("loads", lambda number: Load(number, request_id, lease_id, block_ids, units, mark))
 
     def release(self, hit: PrefixHit) -> None:
         """Do not load this hit after all."""
-        with self._forgiven("release"):
+        try:
             if hit.lease_id is not None:
                 self._line.send(Release(hit.lease_id))
+        except ENGINE_FAULTS as error:
+            self._forgive("release", error)
 
     def poll(self, wait_s: float = 0.0) -> Completions:
         """Steps and loads that have ended. Waits up to `wait_s` for a first one."""
@@ -135,19 +164,17 @@ class OffloadClient(Registration):
     def _number(self, what: str, message: Callable[[int], Step | Load]) -> int | None:
         """Send what takes a number; returns the number if it was sent."""
         sent, number = False, self._line.next_id()
-        with self._forgiven(what):
+        try:
             sent = self._line.send(message(number))
+        except ENGINE_FAULTS as error:
+            self._forgive(what, error)
         self.counters[f"{what}_sent" if sent else f"{what}_dropped"] += 1
         return number if sent else None
 
-    @contextmanager
-    def _forgiven(self, what: str) -> Iterator[None]:
+    def _forgive(self, what: str, error: Exception) -> None:
         """An argument that cannot be meant is counted, and the call does nothing: it never ends a step."""
-        try:
-            yield
-        except ENGINE_FAULTS as error:
-            self.counters["client_errors"] += 1
-            self._line.last_error = f"{what}: {type(error).__name__}: {error}"
+        self.counters["client_errors"] += 1
+        self._line.last_error = f"{what}: {type(error).__name__}: {error}"
 
     # rare calls
 

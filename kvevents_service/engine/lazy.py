@@ -106,6 +106,11 @@ class LazyPlanner(Planner[LazyClaim]):
 
     # steps
 
+    @property
+    def idle(self) -> bool:
+        """Only a walk can tell."""
+        return False
+
     def _collect(self, draft: Draft[LazyClaim]) -> None:
         if self._patience.rests(self._plans):
             return

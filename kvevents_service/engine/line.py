@@ -77,22 +77,41 @@ class Line:
 
     def ask(self, call: msgspec.Struct, call_id: int, wait_s: float) -> Answer | None:
         """Send a call and wait for its answer; None if none came in time."""
-        start = time.monotonic()
+        return self.answer(call_id, wait_s) if self.begin(call, call_id) else None
+
+    def begin(self, call: msgspec.Struct, call_id: int) -> bool:
+        """Send a call whose `answer` is taken later, or given up. False: it was not sent."""
         with self.lock:
-            if not self.send(call):
-                return None
-            self._awaited[call_id] = None
+            sent = self.send(call)
+            if sent:
+                self._awaited[call_id] = None
+            return sent
+
+    def answer(self, call_id: int, wait_s: float) -> Answer | None:
+        """The answer to a call that was begun; None if none comes in time, or its link is lost."""
+        start = time.monotonic()
         try:
             return self._await(call_id, start + SPIN_S, start + wait_s)
         finally:
             with self.lock:
                 self._awaited.pop(call_id, None)
 
+    def give_up(self, call_id: int) -> None:
+        """Nobody wants this answer any more. A hit that it brings is released, however late it comes."""
+        with self.lock:
+            answer = self._awaited.pop(call_id, None)
+            if answer is not None:
+                self._refuse(answer)
+
+    def _refuse(self, answer: Answer) -> None:
+        if isinstance(answer, Hit) and answer.lease_id is not None:
+            self.send(Release(answer.lease_id))
+
     def _await(self, call_id: int, spin_until: float, deadline: float) -> Answer | None:
         while True:
             self.collect()
-            answer, link = self._awaited[call_id], self.link
-            if answer is not None or link is None:
+            answer, link = self._awaited.get(call_id), self.link
+            if answer is not None or link is None or call_id not in self._awaited:
                 return answer
             now = time.monotonic()
             if now >= deadline:
@@ -128,8 +147,8 @@ class Line:
             self.last_error = f"{message.code}: {message.field}: expected {message.expected}"
         if message.call_id in self._awaited:
             self._awaited[message.call_id] = message
-        elif isinstance(message, Hit) and message.lease_id is not None:
-            self.send(Release(message.lease_id))  # too late: whoever asked has gone on
+        else:
+            self._refuse(message)  # too late: whoever asked has gone on
 
     def _collect_hung_up(self) -> None:
         kept = []
@@ -170,6 +189,7 @@ class Line:
             self.hang_up()
             return
         self.link = None
+        self._awaited.clear()
         self._ended += link.abandoned()
         link.connection.close()
         self.changed.notify_all()
@@ -181,6 +201,7 @@ class Line:
                 self.link.connection.hang_up()
                 self._hung_up.append(self.link)
                 self.link = None
+                self._awaited.clear()
                 self.changed.notify_all()
 
     def let_go(self, wait_s: float) -> bool:

@@ -134,6 +134,11 @@ class Planner(Generic[Claim]):
 
     # steps
 
+    @property
+    def idle(self) -> bool:
+        """A plan would be empty."""
+        return not (self._kept.offers or self._finished or self._preempted)
+
     def plan(self) -> Plan[Claim]:
         """What is to be said now. If it is not empty `sent` must follow, before any other verb."""
         self._plans += 1

@@ -167,6 +167,10 @@ class EagerPlanner(Planner[EagerClaim]):
 
     # steps
 
+    @property
+    def idle(self) -> bool:
+        return not self._due and super().idle
+
     def _collect(self, draft: Draft[EagerClaim]) -> None:
         due, self._due = self._due, {}
         for request_id, track in due.items():

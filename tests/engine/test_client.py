@@ -155,6 +155,26 @@ def test_a_stopped_sidecar_costs_one_deadline_and_then_nothing(sidecar: Sidecar,
     assert client.lookup("r", chain(1).packed).blocks == 4
 
 
+def test_lookups_begun_before_the_sidecar_stopped_cost_one_deadline(
+    sidecar: Sidecar, client: OffloadClient
+) -> None:
+    sidecar.start()
+    assert client.wait_connected(LONG_S)
+    until_step(client, store(client, 1))
+    sidecar.send(signal.SIGSTOP)
+    numbers = [client.begin_lookup(f"r{at}", chain(1).packed) for at in range(20)]
+    start = time.monotonic()
+    assert [client.end_lookup(number) for number in numbers if number is not None] == [NO_HIT] * 20
+    assert time.monotonic() - start < 10 * QUICK.lookup_s
+    sidecar.send(signal.SIGCONT)
+    deadline = time.monotonic() + LONG_S
+    while client.lookup("r", chain(1).packed).blocks != 4:
+        assert time.monotonic() < deadline
+    number = client.begin_lookup("r", chain(1).packed)
+    assert number is not None
+    client.drop_lookup(number)
+
+
 def test_a_sidecar_that_stops_reading_costs_a_bounded_wait_and_loses_only_steps(
     sidecar: Sidecar, client: OffloadClient
 ) -> None:

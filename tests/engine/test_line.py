@@ -158,6 +158,43 @@ def test_a_hit_that_comes_too_late_is_released(peer: Peer) -> None:
     assert peer.heard(LONG_S) == [Release(77)]
 
 
+def test_an_answer_may_be_taken_later(peer: Peer) -> None:
+    assert peer.line.begin(Lookup(1, "r", b""), 1)
+    peer.say(Hit(1, 4, 77))
+    peer.line.take_ended(0.0)
+    assert peer.line.answer(1, 0.0) == Hit(1, 4, 77)
+    assert peer.line.answer(1, LONG_S) is None, "nobody waits for it any more"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_hit_that_nobody_wants_is_released_whenever_it_comes(peer: Peer, early: bool) -> None:
+    assert peer.line.begin(Lookup(1, "r", b""), 1)
+    peer.heard()
+    if early:
+        peer.say(Hit(1, 4, 77))
+        peer.line.collect()
+    peer.line.give_up(1)
+    if not early:
+        peer.say(Hit(1, 4, 77))
+        peer.line.collect()
+    assert peer.heard(LONG_S) == [Release(77)]
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_nobody_waits_on_a_new_link_for_an_answer_of_the_old_one(peer: Peer, dead: bool) -> None:
+    other = Peer()
+    assert peer.line.begin(Lookup(1, "r", b""), 1)
+    if dead:
+        peer.socket.close()
+        peer.line.collect()
+    else:
+        peer.line.hang_up()
+    peer.line.adopt(Link(other.connection, Welcome(PROTOCOL_VERSION, "boot", 2, 8, 64)))
+    assert peer.line.answer(1, LONG_S) is None
+    assert peer.line.usable
+    other.close()
+
+
 def test_eof_ends_everything(peer: Peer) -> None:
     peer.line.send(Step(1, []))
     peer.line.send(Load(2, "r", 1, b""))

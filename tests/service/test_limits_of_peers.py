@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvevents_service.config import OutputConfig, ServeConfig, load_config
+from kvevents_service.config import OutputConfig, ServeConfig
 from kvevents_service.errors import ConfigError
 from kvevents_service.service.app import started
+from kvevents_service.settings import load_config
 from kvevents_service.sockets import Receiver, bind, peer_of
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.frames import (

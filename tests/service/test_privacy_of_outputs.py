@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvevents_service.config import OutputConfig, ServeConfig, load_config
+from kvevents_service.config import OutputConfig, ServeConfig
 from kvevents_service.core.privacy import key_of, mapped
 from kvevents_service.core.residency import key64
 from kvevents_service.errors import ConfigError
 from kvevents_service.service.app import started
+from kvevents_service.settings import load_config
 from kvevents_service.subscriber import Batch, Source, Subscriber
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.events import BlockRemoved, BlockStored

@@ -1,0 +1,298 @@
+"""vLLM's KV connector: it fits vLLM's hooks to `SchedulerHalf` and `WorkerHalf`, and knows nothing itself.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVEventsConnector",
+        "kv_connector_module_path": "kvevents_service.engine.vllm", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"sidecar": "/run/kvevents/engine.sock"}}'
+
+docs/vllm.md has the whole story. This is the only module that imports vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvevents_service.engine.client import OffloadClient
+from kvevents_service.engine.vllm_layout import places_of
+from kvevents_service.engine.vllm_options import WHERE, Options, read
+from kvevents_service.engine.vllm_scheduler import Rules, Said, SchedulerHalf
+from kvevents_service.engine.vllm_stats import METRICS, StatsReader, Values, aggregated
+from kvevents_service.engine.vllm_worker import BEFORE_ALL, WorkerHalf
+from kvevents_service.errors import ConfigError
+
+try:
+    import torch
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.logger import init_logger
+    from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    from kvevents_service.engine import vllm_config as ours
+except ImportError as error:
+    expected = f"vLLM 0.32 or 0.33 in this interpreter's environment ({error})"
+    raise ConfigError("kvevents_service.engine.vllm", expected) from error
+
+TESTED = ("0.32", "0.33")
+
+log = init_logger("vllm.kvevents")
+
+
+class KVEventsMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to every worker, with each step."""
+
+    def __init__(self, said: Said) -> None:
+        self.said = said
+
+
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers to the scheduler: every one of them has computed this step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def aggregate(self, other: StepReport) -> StepReport:
+        return StepReport(min(self.step, other.step))
+
+
+@dataclass
+class KVEventsStats(KVConnectorStats):  # type: ignore[misc]
+    """Values by the names of `METRICS`."""
+
+    data: Values = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVEventsStats) -> KVEventsStats:
+        return KVEventsStats(aggregated(self.data, other.data))
+
+    def reduce(self) -> Values:
+        return {name: value for name, value in self.data.items() if value}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class KVEventsPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """The same values on vLLM's own Prometheus endpoint."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labels: dict[int, list[object]]):
+        super().__init__(vllm_config, metric_types, labelnames, labels)
+        self._metrics = {
+            metric.name: self._gauge_cls(
+                name=metric.exported,
+                documentation=metric.what,
+                labelnames=labelnames,
+                multiprocess_mode="mostrecent",
+            )
+            if metric.gauge
+            else self._counter_cls(name=metric.exported, documentation=metric.what, labelnames=labelnames)
+            for metric in METRICS
+        }
+
+    def observe(self, transfer_stats_data: Values, engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            metric = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx])
+            if hasattr(metric, "set"):
+                metric.set(value)
+            else:
+                metric.inc(value)
+
+
+class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One instance in the scheduler's process and one in every worker's: `role` says which."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options: Options = read(self._kv_transfer_config.kv_connector_extra_config or {})
+        ours.check(vllm_config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._client: OffloadClient | None = None
+        self._stats: StatsReader | None = None
+        self._fine = False
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler()
+        else:
+            mark = None if ours.runs_in_step(vllm_config) else _mark
+            self._worker = WorkerHalf(self._options.sidecar, ours.rank_of(vllm_config), mark)
+
+    def _start_scheduler(self) -> None:
+        """The policy is vLLM's, and read by it after this: a failed load must never fail a request."""
+        if not vllm.__version__.startswith(TESTED):
+            log.warning("vLLM %s: this connector is tested with %s", vllm.__version__, " and ".join(TESTED))
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        layout = ours.engine_layout(self._vllm_config, self._kv_cache_config, self._options.namespace)
+        self._client = OffloadClient(self._options.sidecar, layout, self._options.timeouts)
+        log.info("kvevents: sidecar %s, %s", self._options.sidecar, self._options)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is lost is a later miss."""
+        return False
+
+    # the worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._worker is not None:
+            self._worker.lend(places_of(self._kv_cache_config, kv_caches))
+            client = self._worker.client
+            if client is not None and not client.connected:
+                log.warning(
+                    "kvevents: no sidecar yet, nothing is offloaded until it is there: %s", client.last_error
+                )
+
+    def unregister_kv_caches(self) -> None:
+        if self._worker is not None and not self._worker.take_back():
+            log.warning("kvevents: the sidecar did not let go of the KV cache in time")
+
+    def restore_kv_caches(self) -> None:
+        if self._worker is not None:
+            self._worker.lend_again()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata.said)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing to wait for: a block that is copied has a reference of ours, and is not given away."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads begin in the scheduler half, as soon as their blocks are known."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request is not scheduled before all of its hit is loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """The sidecar copies whole blocks, later."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.computed()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, None if self._worker is None else self._worker.loaded()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        return KVConnectorTransferResults(set(), self._worker.loaded(), self._worker.failed())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.bad_blocks()
+
+    def build_connector_worker_meta(self) -> StepReport | None:
+        return None if self._worker is None else StepReport(self._worker.report())
+
+    # the scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._fine = not self._options.lazy and kv_cache_manager.coordinator.enable_partial_hash_hits
+        super().bind_kv_cache_manager(kv_cache_manager)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._client is not None:
+            rules = Rules(
+                self._options.lazy,
+                self._vllm_config.scheduler_config.max_num_batched_tokens,
+                self._options.held_fraction,
+                ours.hit_rules(self._vllm_config, self._kv_cache_config, self._fine, self._options.load_timeout_s),
+            )
+            half = SchedulerHalf(
+                self._client,
+                gpu_block_pool,
+                rules,
+                make_block_hash_with_group_id,
+                ours.embeds_digest,
+                time.monotonic,
+            )
+            self._scheduler, self._stats = half, StatsReader(half, time.monotonic)
+
+    @property
+    def _half(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise ConfigError(WHERE, "a scheduler that binds its block pool, as vLLM 0.32 and 0.33 do")
+        return self._scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        self._half.arrive(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._half.find(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._half.begin_load(request, tables, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVEventsMetadata:
+        return KVEventsMetadata(self._half.begin_step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        report = connector_output.kv_connector_worker_meta
+        self._half.land_step(BEFORE_ALL if report is None else report.step)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._half.finish(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    def reset_cache(self) -> bool:
+        return self._half.reset()
+
+    def take_events(self) -> Iterable[Any]:
+        """None: the sidecar publishes what it holds."""
+        return ()
+
+    # both
+
+    def get_kv_connector_stats(self) -> KVEventsStats | None:
+        values = None if self._stats is None else self._stats.read()
+        return None if values is None else KVEventsStats(values)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Values | None = None) -> KVEventsStats:
+        return KVEventsStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVEventsPromMetrics:
+        return KVEventsPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.take_back()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+
+def _mark() -> Any:
+    event = torch.Event()
+    event.record()
+    return event

@@ -1,0 +1,243 @@
+"""Hits of the sidecar on their way into vLLM's blocks.
+
+    (ask_early ->) find -> begin -> (settle | expire) -> take_ended
+
+vLLM lets a request wait from `begin` until `take_ended` names it: every `begin` ends, in bounded time. A request
+whose load failed is computed: it does not ask again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvevents_service.core.groups import PREFIX_KINDS, alignment, needed_blocks
+from kvevents_service.engine.client import NO_HIT, OffloadClient, PrefixHit
+from kvevents_service.engine.vllm_pool import EnginePool
+from kvevents_service.engine.vllm_request import VllmRequest
+from kvevents_service.wire.control import GroupSpec, Loaded
+from kvevents_service.wire.packing import pack_int32
+
+MISS_S = 0.1
+"""How long a miss holds: a request that waits for room is not looked up in every step."""
+MAX_ASKED = 64
+"""So many requests are looked up before it is their turn; others when it is."""
+
+
+class Asked(NamedTuple):
+    """A lookup of the prompt's units [0, stop) that is under way: sent when the request arrived."""
+
+    call_id: int
+    stop: int
+    until: float
+
+
+class Found(NamedTuple):
+    """What was found of the prompt's units [first, stop). It holds until its lease is half over."""
+
+    hit: PrefixHit
+    first: int
+    stop: int
+    until: float
+
+
+class Loading(NamedTuple):
+    """A load under way. `void`: whatever it brings, it is of no use. `gone`: its request has ended."""
+
+    request_id: str
+    units: int
+    block_ids: Sequence[int]
+    deadline: float
+    void: bool = False
+    gone: bool = False
+
+
+class LoadEnd(NamedTuple):
+    """`bad_blocks`: nothing was loaded into them, and nothing will be. Failed and none: ask for other blocks."""
+
+    failed: bool = False
+    bad_blocks: tuple[int, ...] = ()
+
+
+class HitRules(NamedTuple):
+    """fine: hits may end inside a block. margin_tokens: what the engine wants to compute of every hit again."""
+
+    fine: bool = False
+    margin_tokens: int = 0
+    timeout_s: float = 10.0
+
+
+class Loads:
+    """All hits and loads of one engine."""
+
+    def __init__(
+        self,
+        client: OffloadClient,
+        groups: Sequence[GroupSpec],
+        hash_tokens: int,
+        pool: EnginePool,
+        rules: HitRules,
+        clock: Callable[[], float],
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._client = client
+        self._groups = [group for group in groups if group.cacheable]
+        self._one_group = len(groups) == 1
+        self._unit = hash_tokens
+        self._align = alignment(groups)
+        self._pool = pool
+        self._rules = rules
+        self._clock = clock
+        self._prefix_only = all(group.kind in PREFIX_KINDS for group in self._groups)
+        self._asked: dict[str, Asked] = {}
+        self._found: dict[str, Found] = {}
+        self._loading: dict[int, Loading] = {}
+        self._late: dict[int, Loading] = {}
+        self._ended: dict[str, LoadEnd] = {}
+        self._missed: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<Loads found={len(self._found)} loading={len(self._loading)} late={len(self._late)}>"
+
+    @property
+    def under_way(self) -> bool:
+        """The sidecar owes us the end of a load."""
+        return bool(self._loading or self._late)
+
+    # hits
+
+    def ask_early(self, request: VllmRequest) -> None:
+        """It has arrived: by the time that it is its turn the answer is here."""
+        stop = (request.num_tokens - 1) // self._unit
+        if stop > 0 and len(self._asked) < MAX_ASKED and request.request_id not in self._asked:
+            names = request.block_hashes[:stop]
+            call_id = self._client.begin_lookup(request.request_id, names, fine=self._rules.fine)
+            if call_id is not None:
+                until = self._clock() + self._client.timeouts.lease_s / 2
+                self._asked[request.request_id] = Asked(call_id, stop, until)
+
+    def find(self, request: VllmRequest, local_tokens: int) -> int:
+        """Tokens that can be loaded of a prompt that is in the engine up to `local_tokens`. It stays pinned."""
+        first, stop = local_tokens // self._unit, (request.num_tokens - 1) // self._unit
+        if local_tokens % self._align or stop <= first or request.request_id in self._missed:
+            self.release(request.request_id)
+            return 0
+        found = self._found.get(request.request_id)
+        if found is None or found[1:3] != (first, stop) or self._clock() > found.until:
+            found = self._ask(request, first, stop)
+        return self._usable(found.hit) * self._unit
+
+    def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
+        hit = self._early(request.request_id, first, stop)
+        self.release(request.request_id)
+        if hit is None:
+            names = request.block_hashes[first:stop]
+            hit = self._client.lookup(request.request_id, names, first * self._unit, fine=self._rules.fine)
+        holds_s = self._client.timeouts.lease_s / 2 if hit.blocks else MISS_S
+        found = self._found[request.request_id] = Found(hit, first, stop, self._clock() + holds_s)
+        return found
+
+    def _early(self, request_id: str, first: int, stop: int) -> PrefixHit | None:
+        """What the early lookup says of a prompt that the engine has `first` units of; None if it does not."""
+        asked = self._asked.pop(request_id, None)
+        if asked is None:
+            return None
+        if asked.stop != stop or self._clock() > asked.until or (first and not self._prefix_only):
+            self._client.drop_lookup(asked.call_id)
+            return None
+        hit = self._client.end_lookup(asked.call_id)
+        if not first:
+            return hit
+        self._client.release(hit)
+        return None if hit.blocks > first else NO_HIT
+
+    def _usable(self, hit: PrefixHit) -> int:
+        return max(0, hit.blocks - self._rules.margin_tokens // self._unit)
+
+    def release(self, request_id: str) -> None:
+        """It will not load what it found, or may find."""
+        asked, found = self._asked.pop(request_id, None), self._found.pop(request_id, None)
+        if asked is not None:
+            self._client.drop_lookup(asked.call_id)
+        if found is not None:
+            self._client.release(found.hit)
+
+    # loads
+
+    def begin(self, request_id: str, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        """Load the first `tokens` of what it found into these blocks, which are held until the load has ended."""
+        found, units = self._found.pop(request_id, None), tokens // self._unit
+        load_id = None
+        if found is not None and found.hit.blocks:
+            block_ids = self._targets(tables, found.first * self._unit, tokens)
+            load_id = self._client.load(request_id, found.hit, pack_int32(block_ids), units)
+        if load_id is None or found is None:
+            self._fail(Loading(request_id, units, (), 0.0), LoadEnd(failed=True))
+            return
+        self._pool.touch(block_ids)
+        deadline = self._clock() + self._rules.timeout_s
+        self._loading[load_id] = Loading(request_id, units, block_ids, deadline)
+        self.counters["loads"] += 1
+
+    def _targets(self, tables: Sequence[Sequence[int]], start: int, tokens: int) -> list[int]:
+        """The blocks that the prefix needs behind its local part, group after group."""
+        blocks: list[int] = []
+        for group in self._groups:
+            numbers = needed_blocks(group, start + tokens, start)
+            blocks += tables[group.index][numbers.start : numbers.stop]
+        return blocks
+
+    def settle(self, loaded: Iterable[Loaded]) -> None:
+        """Loads have ended."""
+        for end in loaded:
+            late = self._late.pop(end.load_id, None)
+            loading = late or self._loading.pop(end.load_id, None)
+            if loading is None:
+                continue
+            self._pool.free(loading.block_ids[::-1])
+            if late is None:
+                self._report(loading, end.blocks)
+
+    def _report(self, loading: Loading, units: int) -> None:
+        if units == loading.units and not loading.void:
+            self.counters["loaded_tokens"] += units * self._unit
+            self._ended[loading.request_id] = LoadEnd()
+        else:
+            self._fail(loading, LoadEnd(True, tuple(loading.block_ids) if self._one_group else ()))
+
+    def expire(self) -> None:
+        """Whoever waits too long is computed, in other blocks: these are held until its load has ended."""
+        now = self._clock() if self._loading else 0.0
+        for load_id, loading in list(self._loading.items()):
+            if now > loading.deadline:
+                self.counters["loads_late"] += 1
+                self._late[load_id] = self._loading.pop(load_id)
+                self._fail(loading, LoadEnd(failed=True))
+
+    def _fail(self, loading: Loading, end: LoadEnd) -> None:
+        self.counters["loads_failed"] += 1
+        self._ended[loading.request_id] = end
+        if not loading.gone:
+            self._missed.add(loading.request_id)
+
+    def take_ended(self) -> dict[str, LoadEnd]:
+        """What has ended since the last time, by request."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    # the ends of requests, and of everything
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended. A load of it goes on, and ends as ever."""
+        self.release(request_id)
+        self._missed.discard(request_id)
+        for load_id, loading in self._loading.items():
+            if loading.request_id == request_id:
+                self._loading[load_id] = loading._replace(gone=True)
+
+    def reset(self) -> None:
+        """What is stored is void, and so is what is being loaded."""
+        for request_id in [*self._found, *self._asked]:
+            self.release(request_id)
+        self._loading = {number: loading._replace(void=True) for number, loading in self._loading.items()}

@@ -1,0 +1,427 @@
+"""The connector's scheduler half: what is offered when, what is loaded, and that every block is given back once."""
+
+import pytest
+from engine.vllm_toy import FULL, UNIT, WINDOW, Pool, Request, ToyVllm
+
+from kvevents_service.engine.offers import make_offer
+
+PROMPT = list(range(20))
+
+
+def used(pool: Pool) -> int:
+    return sum(block.ref_cnt > 0 for block in pool.blocks)
+
+
+def stored(vllm: ToyVllm) -> int:
+    return len(vllm.client.core.pool.index[0])
+
+
+def evict(vllm: ToyVllm) -> None:
+    """The engine's own cache forgets everything."""
+    assert vllm.pool.reset()
+
+
+def serve(vllm: ToyVllm, request_id: str, prompt: list[int], more: int = 1) -> int:
+    """From arrival to its end; returns its cached tokens."""
+    vllm.add(request_id, prompt, more)
+    for _ in range(60):
+        vllm.client.end_copies()
+        vllm.step()
+        if request_id not in vllm.requests:
+            break
+    assert request_id not in vllm.requests
+    vllm.step()
+    vllm.client.end_copies()
+    vllm.step()
+    return vllm.cached[request_id]
+
+
+# offers
+
+
+def test_blocks_are_offered_when_their_step_has_been_reported() -> None:
+    vllm = ToyVllm()
+    vllm.add("r", PROMPT, 8)
+    vllm.schedule()
+    vllm.schedule()
+    assert not vllm.client.copies.pending
+    vllm.run()
+    vllm.schedule()
+    assert len(vllm.client.copies.pending) == 1
+    assert vllm.client.copies.pending[0].blocks == 4
+
+
+def test_a_step_that_one_rank_has_not_reported_offers_nothing() -> None:
+    vllm = ToyVllm(lag=2)
+    vllm.add("r", PROMPT, 8)
+    vllm.step()
+    vllm.step()
+    assert not vllm.client.copies.pending
+    vllm.step()
+    vllm.step()
+    assert vllm.client.copies.pending
+
+
+def test_one_message_a_step_at_most() -> None:
+    vllm = ToyVllm()
+    for name in "abc":
+        vllm.add(name, [ord(name), *PROMPT], 8)
+    vllm.step()
+    before = vllm.client._ids
+    vllm.schedule()
+    assert len(vllm.client._open) == 1
+    assert vllm.client._ids - before == 1
+
+
+def test_offered_blocks_are_held_until_the_sidecar_is_done() -> None:
+    vllm = ToyVllm()
+    vllm.add("r", PROMPT[:16], 0)
+    vllm.step()
+    vllm.step()
+    assert "r" not in vllm.requests
+    vllm.step()
+    assert used(vllm.pool) == 4
+    assert vllm.half.busy
+    vllm.client.end_copies()
+    vllm.step()
+    assert used(vllm.pool) == 0
+    assert not vllm.half.busy
+
+
+def test_what_a_request_began_with_is_offered_in_its_second_step() -> None:
+    vllm = ToyVllm()
+    vllm.client.away = True
+    serve(vllm, "r", PROMPT)
+    vllm.client.away = False
+    vllm.client.connect()
+    vllm.add("again", PROMPT[:18], 1)
+    vllm.step()
+    vllm.schedule()
+    assert vllm.cached["again"] == 16
+    assert vllm.client.copies.pending[0].blocks == 4
+
+
+def test_a_request_that_ends_before_its_report_is_held_and_stored() -> None:
+    vllm = ToyVllm(lag=1)
+    vllm.add("r", PROMPT[:16], 0)
+    vllm.step()
+    assert "r" not in vllm.requests
+    assert used(vllm.pool) == 4
+    assert vllm.half.busy
+    vllm.drain()
+    assert stored(vllm) == 4
+
+
+def test_an_aborted_request_offers_only_what_was_computed() -> None:
+    vllm = ToyVllm()
+    vllm.add("r", PROMPT, 8)
+    vllm.step(8)
+    vllm.schedule(8)
+    vllm.abort("r")
+    vllm.run()
+    vllm.drain()
+    assert stored(vllm) == 2
+
+
+def test_a_preempted_request_is_offered_again_from_its_new_blocks() -> None:
+    vllm = ToyVllm()
+    vllm.add("r", PROMPT, 8)
+    vllm.step()
+    vllm.preempt("r")
+    evict(vllm)
+    vllm.drain()
+    assert stored(vllm) == 7
+
+
+def test_what_a_running_step_writes_is_not_found_by_name() -> None:
+    vllm = ToyVllm((FULL, WINDOW))
+    vllm.add("r", list(range(40)), 2)
+    vllm.schedule(12)
+    vllm.schedule(12)
+    vllm.run()
+    vllm.schedule(12)
+    vllm.drain()
+    assert stored(vllm) == 10
+
+
+def test_the_sidecar_comes_back_and_gets_all_of_a_running_request() -> None:
+    vllm = ToyVllm()
+    vllm.add("r", PROMPT, 60)
+    vllm.client.away = True
+    for _ in range(4):
+        vllm.step()
+    vllm.client.away = False
+    vllm.client.connect()
+    vllm.step()
+    vllm.step()
+    assert vllm.client.copies.pending[0].blocks == 5
+
+
+def test_a_sidecar_that_was_never_there_changes_nothing() -> None:
+    vllm = ToyVllm()
+    vllm.client.away = True
+    assert serve(vllm, "r", PROMPT) == 0
+    evict(vllm)
+    assert serve(vllm, "again", PROMPT) == 0
+    vllm.drain()
+
+
+# loads
+
+
+def test_a_hit_is_loaded_into_blocks_and_verified() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    assert serve(vllm, "again", PROMPT) == 16
+    vllm.drain()
+
+
+def test_a_hit_goes_on_where_the_engines_own_prefix_ends() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    vllm.client.away = True
+    serve(vllm, "short", PROMPT[:9])
+    vllm.client.away = False
+    assert serve(vllm, "again", PROMPT) == 16
+    assert vllm.half.loads.counters["loaded_tokens"] == 8
+
+
+def test_a_failed_load_is_computed_and_not_asked_for_again() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    vllm.add("again", PROMPT)
+    vllm.step()
+    vllm.client.end_copy(good=False)
+    vllm.drain()
+    assert vllm.half.loads.counters["loads"] == 1
+    assert vllm.half.loads.counters["loads_failed"] == 1
+
+
+def test_the_death_of_the_sidecar_ends_a_load() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    vllm.add("again", PROMPT)
+    vllm.step()
+    vllm.client.connect()
+    vllm.drain()
+    assert vllm.half.loads.counters["loads_failed"] == 1
+
+
+def test_a_load_that_takes_too_long_is_computed_in_other_blocks() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    vllm.add("again", PROMPT)
+    vllm.step()
+    vllm.clock.advance(11.0)
+    for _ in range(6):
+        vllm.step()
+    assert "again" not in vllm.requests
+    assert vllm.half.loads.counters["loads_late"] == 1
+    assert used(vllm.pool) >= 4, "the sidecar may still write to these"
+    vllm.drain()
+
+
+def test_a_request_that_is_aborted_while_it_is_loaded_leaves_nothing() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    vllm.add("again", PROMPT)
+    vllm.step()
+    vllm.abort("again")
+    vllm.client.end_copy(good=False)
+    vllm.drain()
+    assert not vllm.half.loads._missed
+    assert not vllm.half.loads.under_way
+
+
+def test_a_request_may_ask_not_to_be_served_from_a_cache() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    request = vllm.add("again", PROMPT)
+    request.skip_reading_prefix_cache = True  # and so it is not asked for, or released
+    vllm.step()
+    assert vllm.cached["again"] == 0
+
+
+def test_an_unaligned_prefix_of_the_engine_is_no_hit() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    request = vllm.add("again", PROMPT)
+    assert vllm.half.find(request, 6) == 0
+    assert vllm.half.find(request, 4) == 12
+
+
+def test_a_hit_is_asked_for_once_while_its_lease_holds() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    request = vllm.add("again", PROMPT)
+    asked = [vllm.half.find(request, 0) for _ in range(3)]
+    before = vllm.client._ids
+    vllm.clock.advance(6.0)
+    assert [*asked, vllm.half.find(request, 0)] == [16] * 4
+    assert vllm.client._ids == before + 1
+
+
+# early lookups
+
+
+def asked(vllm: ToyVllm) -> int:
+    """Lookups that were sent since the last time."""
+    count, vllm.client.counters["toy_lookups"] = vllm.client.counters["toy_lookups"], 0
+    return count
+
+
+def test_a_prompt_is_looked_up_when_it_arrives_and_not_again() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    asked(vllm)
+    request = vllm.add("again", PROMPT)
+    assert asked(vllm) == 1
+    assert vllm.half.find(request, 0) == 16
+    assert asked(vllm) == 0
+    vllm.abort("again")
+    vllm.drain()
+
+
+def test_what_the_engine_has_of_it_itself_needs_no_second_lookup() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    asked(vllm)
+    request = vllm.add("again", PROMPT)
+    assert vllm.half.find(request, 16) == 0
+    assert asked(vllm) == 1
+    vllm.drain()
+
+
+def test_behind_a_shorter_prefix_of_the_engine_it_is_looked_up_again() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    asked(vllm)
+    request = vllm.add("again", PROMPT)
+    assert vllm.half.find(request, 8) == 8
+    assert asked(vllm) == 2
+    vllm.drain()
+
+
+def test_windows_are_looked_up_from_where_the_engines_prefix_ends() -> None:
+    """The tier lacks the window's block before that place: a prefix from token 0 could not be served."""
+    vllm = ToyVllm((FULL, WINDOW))
+    request = Request("r", PROMPT, 1)
+    for group, numbers in ((0, (0, 1, 2)), (1, (2,))):
+        for number in numbers:
+            block, name = 1 + number + 3 * group, request.block_hashes[number]
+            vllm.pool.content[block] = (group, name)
+            parent = request.block_hashes[number - 1] if number else None
+            tokens = PROMPT[number * UNIT : (number + 1) * UNIT]
+            vllm.client.step([make_offer("r", [name], tokens, [block], group=group, parent=parent)], (), ())
+            vllm.client.end_copies()
+    vllm.half.arrive(request)
+    assert vllm.half.find(request, 8) == 4
+    vllm.half.loads.forget("r")
+    vllm.drain()
+
+
+def test_an_early_answer_is_void_after_a_reset() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    request = vllm.add("again", PROMPT)
+    vllm.half.reset()
+    assert vllm.half.find(request, 0) == 0
+    vllm.drain()
+
+
+def test_an_early_answer_that_has_become_old_is_asked_for_anew() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    request = vllm.add("again", PROMPT)
+    asked(vllm)
+    vllm.clock.advance(6.0)
+    assert vllm.half.find(request, 0) == 16
+    assert asked(vllm) == 1
+    vllm.drain()
+
+
+def test_a_long_queue_is_not_asked_for_all_at_once() -> None:
+    vllm = ToyVllm()
+    for number in range(100):
+        vllm.add(f"r{number}", PROMPT)
+    assert asked(vllm) == 64
+
+
+def test_a_miss_is_not_asked_for_in_every_step() -> None:
+    vllm = ToyVllm()
+    request = vllm.add("r", PROMPT)
+    asked(vllm)
+    for _ in range(3):
+        vllm.clock.advance(0.03)
+        assert vllm.half.find(request, 0) == 0
+    assert asked(vllm) == 0
+    vllm.clock.advance(0.2)
+    assert vllm.half.find(request, 0) == 0
+    assert asked(vllm) == 1
+
+
+# reset
+
+
+def test_a_reset_forgets_the_tier() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    assert vllm.half.reset()
+    assert serve(vllm, "again", PROMPT) == 0
+
+
+def test_a_reset_while_the_sidecar_is_away_is_made_up_for() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    vllm.client.away = True
+    assert vllm.half.reset()
+    vllm.client.away = False
+    assert serve(vllm, "again", PROMPT) == 0
+    assert stored(vllm) == 5
+
+
+def test_a_load_under_way_at_a_reset_is_of_no_use() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    vllm.add("again", PROMPT)
+    vllm.step()
+    vllm.client.away = True  # it hangs: the load goes on, and the reset is not heard
+    vllm.half.reset()
+    vllm.client.away = False
+    vllm.drain()
+    assert vllm.half.loads.counters["loads"] == 1
+    assert vllm.half.loads.counters["loaded_tokens"] == 0
+
+
+# lazy
+
+
+def test_lazy_blocks_are_stored_when_they_are_about_to_be_reused() -> None:
+    vllm = ToyVllm(blocks=24, lazy=True)
+    serve(vllm, "r", PROMPT)
+    serve(vllm, "other", [40 + token for token in PROMPT])
+    serve(vllm, "third", [80 + token for token in PROMPT])
+    evict(vllm)
+    assert serve(vllm, "again", PROMPT) == 16
+    vllm.drain()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_its_name_says_what_is_going_on(lazy: bool) -> None:
+    vllm = ToyVllm(lazy=lazy)
+    vllm.add("r", PROMPT, 8)
+    vllm.step()
+    assert "1 requests" in repr(vllm.half)
