@@ -80,7 +80,7 @@ class HttpServer:
             while True:
                 sock = await self._accept()
                 if self.connections >= self.limits.connections:
-                    self._turn_away(sock)
+                    self._say_busy(sock)
                 else:
                     self.connections += 1
                     tasks.create_task(self._serve(sock))
@@ -95,7 +95,7 @@ class HttpServer:
                 return sock
             await asyncio.sleep(ACCEPT_RETRY_S)
 
-    def _turn_away(self, sock: socket.socket) -> None:
+    def _say_busy(self, sock: socket.socket) -> None:
         self.refused += 1
         with suppress(OSError):
             sock.send(_BUSY)
