@@ -1,0 +1,28 @@
+"""Blocks of a source that are announced as gone: as few removals as say it, in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun
+from kvevents_service.wire.control import GroupSpec
+
+
+class Gone(NamedTuple):
+    """A block that is not announced any more."""
+
+    meta: BlockStoreMeta
+    block_hash: bytes
+
+    @property
+    def kind(self) -> tuple[GroupSpec, str, bool, int]:
+        """One removal can say those that are equal in this."""
+        return self.meta.group, self.meta.medium, self.meta.inner, len(self.block_hash)
+
+
+def removed_runs(gone: Iterable[Gone]) -> Iterator[RemovedRun]:
+    for (group, medium, inner, _), blocks in groupby(gone, attrgetter("kind")):
+        yield RemovedRun(group, medium, tuple(block.block_hash for block in blocks), inner)
