@@ -13,6 +13,7 @@ import msgspec
 
 from kvevents_service.errors import ConfigError
 from kvevents_service.sockets import is_local, overlap
+from kvevents_service.source_config import SourceConfig
 from kvevents_service.topics import filled_in
 from kvevents_service.wire.dialects import DIALECTS
 
@@ -72,6 +73,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other
     machines can reach need `allow_remote`: events carry prompt tokens.
     `pub` to `dp_rank` describe one output; `outputs` stand in their place. `labels` fill in topics.
+    `sources` are engines' own streams to relay, one a rank: see `source_config`.
     """
 
     engine_socket: str = msgspec.field(default_factory=default_engine_socket)
@@ -87,6 +89,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     topic: str = ""
     dp_rank: int = 0
     outputs: tuple[OutputConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] = ()
     labels: dict[str, str] = {}
     heartbeat_s: float = 2.0
     state_dir: str | None = None
@@ -116,6 +119,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, endpoint in self._named_endpoints():
             self._check_endpoint(name, endpoint)
         self._check_overlaps()
+        self.ranked_sources()
+
+    def ranked_sources(self) -> dict[int, SourceConfig]:
+        """By rank, ranges expanded. Two of one rank would be two caches that readers take for one."""
+        found: dict[int, SourceConfig] = {}
+        for number, table in enumerate(self.sources):
+            for rank, source in table.expanded():
+                _expect(
+                    rank not in found, f"sources[{number}].dp_rank", f"another rank than {rank}, which is taken"
+                )
+                found[rank] = source
+        return found
 
     @property
     def event_outputs(self) -> list[OutputConfig]:
@@ -191,7 +206,8 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     settings |= {key: value for key, value in overrides.items() if value is not None}
     both = [key for key in OutputConfig.__struct_fields__ if key in settings and "outputs" in settings]
     _expect(not both, ", ".join(both), "to stand in each of [[outputs]], or there to be no [[outputs]]")
-    _check_outputs(settings.get("outputs"))
+    for name, table in (("outputs", OutputConfig), ("sources", SourceConfig)):
+        _check_tables(name, settings.get(name), table)
     try:
         return msgspec.convert(settings, ServeConfig)
     except msgspec.ValidationError as error:
@@ -200,15 +216,15 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ServeConfig:
         raise ConfigError(setting, f"a known setting of the right type ({error})") from error
 
 
-def _check_outputs(tables: Any) -> None:
+def _check_tables(name: str, tables: Any, kind: type[msgspec.Struct]) -> None:
     """Say which table a bad value is in. What is of a wrong type or unknown is left to the whole conversion."""
-    for number, table in enumerate(tables if isinstance(tables, list) else ()):
+    for number, table in enumerate(tables if isinstance(tables, list | tuple) else ()):
         try:
-            msgspec.convert(table, OutputConfig)
+            msgspec.convert(table, kind)
         except msgspec.ValidationError:
             continue
         except ConfigError as error:
-            raise ConfigError(f"outputs[{number}].{error.setting}", error.expected) from None
+            raise ConfigError(f"{name}[{number}].{error.setting}", error.expected) from None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -32,8 +32,9 @@ from typing import Final, Literal
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.sequence import Gap, HoldLimits, Origin, Restart, Resync
 from kvevents_service.errors import ConfigError
-from kvevents_service.feed import Feed, Options
+from kvevents_service.feed import Feed
 from kvevents_service.items import Back, Batch, Item, Source, Stale, Undecodable
+from kvevents_service.lane import Options
 from kvevents_service.sockets import RECHECK_S
 from kvevents_service.subscription import HIGH_WATER_MARK, MAX_TOPICS, TURN, Timing
 

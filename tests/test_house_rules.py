@@ -29,8 +29,14 @@ MAY_IMPORT = {
     "core": {"core", "wire", "errors"},
     "transfer": {"transfer", "core", "wire", "errors"},
     "engine": {"engine", "core", "wire", "errors"},
-    "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets"},
-    "cli": {"cli", "subscriber", "service", "wire", "core", "config", "errors", "sockets", "engine"},
+    "service": {
+        *("service", "transfer", "core", "wire", "errors", "config", "source_config", "sockets"),
+        *("feed", "items", "lane"),  # the relay reads what a router reads
+    },
+    "cli": {
+        *("cli", "subscriber", "service", "wire", "core", "config", "source_config", "errors", "sockets"),
+        "engine",
+    },
 }
 """What a folder may import of this package."""
 

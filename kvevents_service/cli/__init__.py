@@ -8,6 +8,7 @@ import click
 
 from kvevents_service.cli.demo import demo
 from kvevents_service.cli.dialects import dialects
+from kvevents_service.cli.relay import relay
 from kvevents_service.cli.serve import serve
 from kvevents_service.cli.snapshot import snapshot
 from kvevents_service.cli.tail import tail
@@ -22,6 +23,7 @@ def kvevents() -> None:
 
 
 kvevents.add_command(serve)
+kvevents.add_command(relay)
 kvevents.add_command(tail)
 kvevents.add_command(snapshot)
 kvevents.add_command(demo)

@@ -13,12 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from core.engine_model import DEPTH, WIDTH, EngineModel, Path, closed, key, stored
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.metadata import Announcement, Cleared
 from kvevents_service.core.residency import Residency, keys64
 from kvevents_service.core.source import SourceLimits, StreamSource
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from tests.core.engine_model import DEPTH, WIDTH, EngineModel, Path, closed, key, stored
 
 
 def all_paths(path: Path = ()) -> Iterator[Path]:

@@ -9,8 +9,9 @@ from core.models import UNIT
 from doubles import dynamo, vllm_router
 
 from kvevents_service.core.residency import Residency
-from kvevents_service.feed import Feed, Options
+from kvevents_service.feed import Feed
 from kvevents_service.items import Batch, Item, Source
+from kvevents_service.lane import Options
 from kvevents_service.subscription import Timing
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.frames import parse_live, parse_replay_reply
