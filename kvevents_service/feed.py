@@ -65,6 +65,11 @@ class Feed:
         """Whether an answer is under way."""
         return any(lane.sequence.replaying for lane in self._lanes)
 
+    @property
+    def duplicates(self) -> int:
+        """Messages that had come before."""
+        return sum(lane.sequence.duplicates for lane in self._lanes)
+
     def refresh(self) -> None:
         """Ask again for all there is, as after a loss: it may be another publisher. Needs an endpoint to ask."""
         for lane in self._lanes:

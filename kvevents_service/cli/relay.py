@@ -29,7 +29,9 @@ _OF_SOURCE = ("endpoint", "from_replay", "from_topic", "dp_rank", "engine", "mod
 )
 @click.option("--config", type=click.Path(path_type=Path), help="TOML file with [[sources]] and [[outputs]].")
 @click.option("--from", "endpoint", metavar="E", help="Where the engine publishes; it need not be there yet.")
-@click.option("--from-replay", metavar="E", help="Its replay endpoint: holes are filled, and what was before is told.")
+@click.option(
+    "--from-replay", metavar="E", help="Its replay endpoint: holes are filled, and what was before is told."
+)
 @click.option("--from-topic", metavar="T", help="Its topic. [default: the first that comes]")
 @click.option("--dp-rank", metavar="N", help="Whose events they are; 0-3 is four ranks, a port each. [default: 0]")
 @click.option("--engine", type=click.Choice(ENGINES), help="For people. [default: vllm]")

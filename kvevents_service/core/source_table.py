@@ -19,7 +19,8 @@ from kvevents_service.core.slots import FREE, NO_SLOT, PENDING, READY
 
 SHOWN: Final = READY
 WAITING: Final = PENDING
-_GROW: Final = 1024
+_GROW: Final = 4096
+"""Slots at a time: a source that grows must not stop for a copy of all it has."""
 _SLOT_BYTES: Final = 4
 
 
@@ -118,7 +119,7 @@ class SourceTable:
 
     def _take(self, count: int) -> list[int]:
         if len(self._free) < count:
-            self._grow(max(_GROW, count, len(self.metas) // 8))
+            self._grow(max(_GROW, count))
         slots = self._free[-count:]
         del self._free[-count:]
         slots.reverse()

@@ -158,7 +158,7 @@ class RelayedSource:
         return settled
 
     def _take_heard(self) -> bool:
-        duplicates = self.feed.stats()["duplicates"]
+        duplicates = self.feed.duplicates
         heard = self._heard or duplicates > self._duplicates
         self._heard, self._duplicates = False, duplicates
         return heard
