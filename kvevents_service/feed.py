@@ -113,6 +113,7 @@ class Feed:
         idle = True
         for frames in live.incoming.drain(TURN):
             self._heard(now)
+            self._record(frames, False)
             self._on_live(frames)
             idle = False
         for lane in tuple(self._lanes):
@@ -131,6 +132,10 @@ class Feed:
         if live.incoming.readable or now - self._polled_at >= RECHECK_S:
             return True
         return any(lane.request is not None and lane.request.readable for lane in self._lanes)
+
+    def _record(self, frames: list[bytes], reply: bool) -> None:
+        if self.options.record is not None:
+            self.options.record(frames, reply)
 
     # silence
 
@@ -212,6 +217,7 @@ class Feed:
             if request.kind == "snapshot":
                 self._on_snapshot(lane, frames)
             else:
+                self._record(frames, True)
                 self._on_reply(lane, request, frames)
         except WireError as error:
             self._undecodable(lane, b"", error)

@@ -26,9 +26,11 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: tokens of a block, where the engine also announces hashes inside blocks. 0: any size is a block's.
     stale_after_s: without a message for so long, heartbeats included, it counts as gone.
     engine, model: for people.
+    record: a new file for its raw messages, of a range one for each rank; redact: without tokens and extra keys.
+    input: such a file in the place of an endpoint, at `speed` times its own speed.
     """
 
-    endpoint: str
+    endpoint: str = ""
     replay: str | None = None
     topic: str = ""
     dp_rank: int | str = 0
@@ -36,17 +38,29 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     block_size: int = 0
     stale_after_s: float | None = None
+    record: str | None = None
+    redact: bool = False
+    input: str | None = None
+    speed: float = 1.0
 
     def __post_init__(self) -> None:
+        self._check_input()
         _expect(self.engine in ENGINES, "engine", f"one of {', '.join(ENGINES)}")
         _expect(0 <= self.block_size <= 65536, "block_size", "tokens from 1 to 65536; 0 is unsaid")
         stale = self.stale_after_s is None or 0 < self.stale_after_s < float("inf")
         _expect(stale, "stale_after_s", "a positive number of seconds")
-        for setting, endpoint in (("endpoint", self.endpoint), ("replay", self.replay)):
+        for setting, endpoint in (("endpoint", self.endpoint or None), ("replay", self.replay)):
             good = endpoint is None or (endpoint.startswith(SCHEMES) and "\0" not in endpoint)
             _expect(good, setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
         _expect(len(self.topic.encode(errors="replace")) <= 512, "topic", "at most 512 bytes of UTF-8")
         self._check_ranks()
+
+    def _check_input(self) -> None:
+        _expect(bool(self.endpoint) != bool(self.input), "endpoint", "one, or an input in its place")
+        _expect(self.record is None or not self.input, "record", "an endpoint to record")
+        _expect(not self.redact or self.record is not None, "redact", "a file to record to")
+        _expect(0 < self.speed < float("inf"), "speed", "a positive number")
+        _expect(self.input is None or isinstance(self.dp_rank, int), "dp_rank", "one rank, as there is one input")
 
     def _check_ranks(self) -> None:
         expected = f"a rank from 0 to {MAX_RANK}, or a range of at most {MAX_RANKS} as 0-3"
@@ -76,7 +90,8 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _of_rank(self, rank: int) -> SourceConfig:
         replay = None if self.replay is None else port_above(self.replay, rank)
         endpoint = port_above(self.endpoint, rank) or self.endpoint
-        return msgspec.structs.replace(self, dp_rank=rank, endpoint=endpoint, replay=replay)
+        record = None if self.record is None else f"{self.record}.{rank}"
+        return msgspec.structs.replace(self, dp_rank=rank, endpoint=endpoint, replay=replay, record=record)
 
 
 def _expect(good: bool, setting: str, expected: str) -> None:

@@ -20,6 +20,7 @@ def test_a_range_of_ranks_is_a_port_each_as_vllm_numbers_them() -> None:
         (2, "tcp://10.0.0.7:5559", "tcp://10.0.0.7:6559", 2, "m"),
         (3, "tcp://10.0.0.7:5560", "tcp://10.0.0.7:6560", 3, "m"),
     ]
+    assert [one.record for _, one in SourceConfig(E, dp_rank="0-1", record="f").expanded()] == ["f.0", "f.1"]
 
 
 def test_one_rank_is_where_it_was_said_to_be() -> None:
@@ -43,6 +44,12 @@ def test_one_rank_is_where_it_was_said_to_be() -> None:
         ({"stale_after_s": 0.0}, "stale_after_s"),
         ({"stale_after_s": float("nan")}, "stale_after_s"),
         ({"topic": "x" * 513}, "topic"),
+        ({"endpoint": ""}, "endpoint"),
+        ({"input": "f"}, "endpoint"),
+        ({"endpoint": "", "input": "f", "record": "g"}, "record"),
+        ({"endpoint": "", "input": "f", "dp_rank": "0-1"}, "dp_rank"),
+        ({"redact": True}, "redact"),
+        ({"speed": 0.0}, "speed"),
     ],
 )
 def test_what_cannot_work_is_named(settings: dict[str, object], setting: str) -> None:

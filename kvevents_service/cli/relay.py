@@ -20,7 +20,10 @@ from kvevents_service.source_config import ENGINES
 EXIT_CONFIG = 2
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLD = 50_000
-_OF_SOURCE = ("endpoint", "from_replay", "from_topic", "dp_rank", "engine", "model", "block_size", "stale_after")
+_OF_SOURCE = (
+    *("endpoint", "from_replay", "from_topic", "dp_rank", "engine", "model", "block_size", "stale_after"),
+    *("record", "redact", "input", "speed"),
+)
 
 
 @click.command(
@@ -38,6 +41,10 @@ _OF_SOURCE = ("endpoint", "from_replay", "from_topic", "dp_rank", "engine", "mod
 @click.option("--model", metavar="M", help="For people.")
 @click.option("--block-size", type=int, metavar="N", help="Tokens of a block, where hashes inside blocks come too.")
 @click.option("--stale-after", type=float, metavar="S", help="Seconds of silence after which it is gone.")
+@click.option("--record", metavar="FILE", help="Keep the engine's raw messages in a new file.")
+@click.option("--redact", is_flag=True, default=None, help="Leave tokens and extra keys out of it.")
+@click.option("--input", metavar="FILE", help="Relay such a recording instead of an engine.")
+@click.option("--speed", type=float, metavar="X", help="So many times as fast. [default: 1]")
 @click.option("--pub", metavar="E", help="Event endpoint to bind.")
 @click.option("--replay", metavar="E", help="Replay endpoint to bind.")
 @click.option("--snapshot", metavar="E", help="Snapshot endpoint to bind, with dialect vllm. [default: none]")
@@ -76,9 +83,13 @@ def overrides(**flags: Any) -> dict[str, Any]:
         "model": own["model"],
         "block_size": own["block_size"],
         "stale_after_s": own["stale_after"],
+        "record": own["record"],
+        "redact": own["redact"],
+        "input": own["input"],
+        "speed": own["speed"],
     }
     said = {name: value for name, value in source.items() if value is not None}
-    if said and "endpoint" not in said:
+    if said and not {"endpoint", "input"} & said.keys():
         raise ConfigError("from", "an endpoint, as other settings of a source are given")
     return flags | {"sources": [said] if said else None}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Final
 
@@ -18,6 +18,8 @@ from kvevents_service.feed import Feed
 from kvevents_service.items import Batch, Item, Source, Undecodable
 from kvevents_service.lane import Options
 from kvevents_service.service.rarely import is_told
+from kvevents_service.service.recorded_feed import RecordedFeed
+from kvevents_service.service.recorder import Recorder
 from kvevents_service.source_config import SourceConfig
 
 log = logging.getLogger(__name__)
@@ -60,8 +62,8 @@ class RelayedSource:
         limits: SourceLimits | None = None,
     ) -> None:
         ((self.dp_rank, self.config),) = config.expanded()
-        source = Source(self.config.endpoint, self.config.replay, topic=self.config.topic, dp_rank=self.dp_rank)
-        self.feed = Feed(source, Options(stale_after_s=config.stale_after_s, read_tokens=True), wake)
+        self.recorder: Recorder | None = None
+        self.feed = self._made(wake)
         self.state = StreamSource(block_size=config.block_size, others=others, limits=limits)
         self.presence = Presence(GONE_AFTER_S)
         self.counts = Counter(other_origin=0)
@@ -75,12 +77,31 @@ class RelayedSource:
     def __repr__(self) -> str:
         return f"<RelayedSource {self.feed!r} {self.presence!r} {self.state!r}>"
 
+    def _made(self, wake: Callable[[], None]) -> Feed | RecordedFeed:
+        config = self.config
+        if config.input is not None:
+            return RecordedFeed(config.input, config.speed, dp_rank=self.dp_rank)
+        source = Source(config.endpoint, config.replay, topic=config.topic, dp_rank=self.dp_rank)
+        record = self._record if config.record is not None else None
+        return Feed(source, Options(stale_after_s=config.stale_after_s, read_tokens=True, record=record), wake)
+
     def open(self, now: float) -> None:
-        """Connect, or wait for somebody to be there. ConfigError for an endpoint that cannot be one."""
+        """Connect, or wait for somebody to be there. ConfigError for what cannot be followed or recorded."""
+        config = self.config
+        if config.record is not None:
+            self.recorder = Recorder(
+                config.record, self._wall_clock, replay=config.replay is not None, redact=config.redact
+            )
         self.feed.open(now)
+
+    def _record(self, frames: Sequence[bytes], reply: bool) -> None:
+        if self.recorder is not None:
+            self.recorder.message(frames, reply=reply)
 
     async def close(self) -> None:
         await self.feed.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def turn(self, now: float) -> bool:
         """Whether there may be more."""

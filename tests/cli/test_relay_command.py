@@ -12,14 +12,12 @@ import pytest
 from core.engine_model import key, stored
 from peers import peer
 
-from kvevents_service.cli.relay import overrides
+from kvevents_service.cli.relay import _OF_SOURCE, overrides
 from kvevents_service.subscriber import Source, Subscriber
 
 LONG_S = 30
 ANY = ["--pub", "tcp://127.0.0.1:0", "--replay", "tcp://127.0.0.1:0", "--log-level", "warning"]
-FLAGS = dict.fromkeys(
-    ("endpoint", "from_replay", "from_topic", "dp_rank", "engine", "model", "block_size", "stale_after", "pub")
-)
+FLAGS = dict.fromkeys([*_OF_SOURCE, "pub"])
 
 
 def start(*options: str) -> subprocess.Popen[str]:
