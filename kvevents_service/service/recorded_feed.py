@@ -16,12 +16,12 @@ import msgspec
 from kvevents_service.core.sequence import Ask, Deliver, Gap, Origin, Restart, Resync, Sequencer, Step
 from kvevents_service.errors import ConfigError, WireError
 from kvevents_service.items import Batch, Item, Source, Undecodable
-from kvevents_service.subscription import Timing
+from kvevents_service.lane import Options
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.frames import parse_live, parse_replay_reply
 
 AT_ONCE: Final = 64
-SETTLE_S: Final = Timing().settle_s
+SETTLE_S: Final = Options().timing.settle_s
 _FOREIGN: Final = (ValueError, TypeError, RecursionError)
 
 
