@@ -24,7 +24,7 @@ from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta
 from kvevents_service.core.residency import key64, keys64
 from kvevents_service.core.slots import NO_SLOT
-from kvevents_service.core.source_gone import Gone, removed_runs
+from kvevents_service.core.source_gone import Gone, all_removed, removed_runs
 from kvevents_service.core.source_groups import SourceGroups
 from kvevents_service.core.source_store import stored_meta
 from kvevents_service.core.source_table import SHOWN, WAITING, Shelf, ShelfName, SourceTable
@@ -98,9 +98,12 @@ class StreamSource:
         """It has told all it has."""
         if self.doubting:
             self.doubting = False
-            for shelf in self.table.shelves.values():
-                self._say_gone(self._drop_untold(shelf))
-            self._keep_bounds()
+            if self._telling in self.table.seen:
+                for shelf in self.table.shelves.values():
+                    self._say_gone(self._drop_untold(shelf))
+                self._keep_bounds()
+            else:
+                self._forget_all()
         return self._said()
 
     def lose(self) -> tuple[Announcement, ...]:
@@ -123,8 +126,7 @@ class StreamSource:
         """It is there again, and has missed nothing, or `lose` or `doubt` has said so."""
         if self.hidden:
             self.hidden = False
-            for shelf in self.table.shelves.values():
-                self._out += self.table.runs(shelf.shown.values())
+            self._out += self.table.cut().runs()
         return self._said()
 
     def cut(self) -> PoolCut:
@@ -324,8 +326,7 @@ class StreamSource:
         return Gone(self.table.meta(slot), self.table.hash_of(slot))
 
     def _say_all_gone(self) -> None:
-        for shelf in self.table.shelves.values():
-            self._say_gone(map(self._gone, reversed(shelf.shown.values())))
+        self._out += all_removed(self.table.cut().runs())
 
     def _say_gone(self, gone: Iterable[Gone]) -> None:
         self._out += removed_runs(gone)

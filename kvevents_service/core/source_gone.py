@@ -24,5 +24,22 @@ class Gone(NamedTuple):
 
 
 def removed_runs(gone: Iterable[Gone]) -> Iterator[RemovedRun]:
+    """Block by block."""
     for (group, medium, inner, _), blocks in groupby(gone, attrgetter("kind")):
         yield RemovedRun(group, medium, tuple(block.block_hash for block in blocks), inner)
+
+
+def all_removed(runs: Iterable[BlockStoreMeta]) -> Iterator[RemovedRun]:
+    """Of a whole state: its runs with parents first, said with leaves first. A tenth of the price a block."""
+    for (group, medium, inner, _), alike in groupby(reversed([*runs]), _kind_of_run):
+        hashes = (block_hash for run in alike for block_hash in _from_its_end(run))
+        yield RemovedRun(group, medium, tuple(hashes), inner)
+
+
+def _kind_of_run(run: BlockStoreMeta) -> tuple[GroupSpec, str, bool, int]:
+    return run.group, run.medium, run.inner, run.hash_bytes
+
+
+def _from_its_end(run: BlockStoreMeta) -> list[bytes]:
+    packed, size = run.block_hashes, run.hash_bytes
+    return [packed[start : start + size] for start in range(len(packed) - size, -1, -size)]

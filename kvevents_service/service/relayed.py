@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 GONE_AFTER_S: Final = 1.0
 """A connection that is lost for less is a hiccup of the network."""
-TURN_ITEMS: Final = 64
+TURN_ITEMS: Final = 16
 """After so many items the other sources, the publisher and the engines get a turn."""
 
 
