@@ -28,6 +28,7 @@ from kvevents_service.core.source_gone import Gone, all_removed, removed_runs
 from kvevents_service.core.source_groups import SourceGroups
 from kvevents_service.core.source_store import stored_meta
 from kvevents_service.core.source_table import SHOWN, WAITING, Shelf, ShelfName, SourceTable
+from kvevents_service.core.source_untold import SLICE, Untold
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvevents_service.wire.media import canonical_medium
 
@@ -62,6 +63,7 @@ class StreamSource:
         self.counts: Counter[str] = Counter()
         self.hidden = self.doubting = False
         self._telling = 0
+        self._untold: Untold | None = None
         self._again: Counter[int] = Counter()
         """Slots that were stored more than once: how often more."""
         self._out: list[Announcement] = []
@@ -95,16 +97,22 @@ class StreamSource:
         return ()
 
     def settle(self) -> tuple[Announcement, ...]:
-        """It has told all it has."""
+        """It has told all it has. What is to go goes a slice at a time: call it again while `settling`."""
         if self.doubting:
             self.doubting = False
             if self._telling in self.table.seen:
-                for shelf in self.table.shelves.values():
-                    self._say_gone(self._drop_untold(shelf))
-                self._keep_bounds()
+                self._untold = Untold(self.table, self._telling)
             else:
                 self._forget_all()
+        for _ in range(SLICE if self._untold is not None else 0):
+            self._drop_one_untold()
+        self._keep_bounds()
         return self._said()
+
+    @property
+    def settling(self) -> bool:
+        """`settle` has more to say."""
+        return self._untold is not None
 
     def lose(self) -> tuple[Announcement, ...]:
         """Something is missing that will not be told: any block may be gone."""
@@ -251,7 +259,7 @@ class StreamSource:
             else:
                 self.counts["removed"] += 1
                 gone += self._drop(shelf, slot)
-        self._say_gone(gone)
+        self._out += removed_runs(gone)
 
     def _remove_one(self, slot: int) -> None:
         self._again[slot] -= 1
@@ -273,27 +281,18 @@ class StreamSource:
             del shelf.shown[key]
         else:
             del shelf.waiting[key], table.waiting[slot]
-            self._stop_missing(shelf, slot)
+            table.stop_missing(shelf, slot)
         table.unlink(slot)
         table.release(slot)
         self._again.pop(slot, None)
         return gone
 
-    def _stop_missing(self, shelf: Shelf, slot: int) -> None:
-        parent_key = self.table.parent_key(slot)
-        orphans = {} if parent_key is None else shelf.missing.get(parent_key, {})
-        if parent_key is not None and slot in orphans:
-            del orphans[slot]
-            if not orphans:
-                del shelf.missing[parent_key]
-
-    def _drop_untold(self, shelf: Shelf) -> list[Gone]:
-        gone: list[Gone] = []
-        for key in [*reversed(shelf.shown), *reversed(shelf.waiting)]:
-            slot = shelf.find(key)
-            if slot is not None and self.table.seen[slot] != self._telling:
-                gone += self._drop(shelf, slot)
-        return gone
+    def _drop_one_untold(self) -> None:
+        found = None if self._untold is None else self._untold.next()
+        if found is None:
+            self._untold = None
+        else:
+            self._out += removed_runs(self._drop(*found))
 
     def _clear(self) -> None:
         self.counts["cleared"] += 1
@@ -303,6 +302,7 @@ class StreamSource:
             self._forget_all()
 
     def _doubt_all(self) -> None:
+        self._untold = None
         self._telling = (self._telling + 1) % _TELLINGS
         if not self._telling:
             self.table.seen[:] = bytes(len(self.table.seen))
@@ -311,6 +311,7 @@ class StreamSource:
     def _forget_all(self) -> None:
         self._say_all_gone()
         self.table = SourceTable()
+        self._untold = None
         self._again.clear()
 
     def _keep_bounds(self) -> None:
@@ -327,9 +328,6 @@ class StreamSource:
 
     def _say_all_gone(self) -> None:
         self._out += all_removed(self.table.cut().runs())
-
-    def _say_gone(self, gone: Iterable[Gone]) -> None:
-        self._out += removed_runs(gone)
 
     # instruments
 

@@ -191,6 +191,15 @@ class SourceTable:
             todo += self.children(slot)
         return found
 
+    def stop_missing(self, shelf: Shelf, slot: int) -> None:
+        """A waiting block is not held any more: its parent need not be awaited for it."""
+        parent_key = self.parent_key(slot)
+        orphans = {} if parent_key is None else shelf.missing.get(parent_key, {})
+        if parent_key is not None and slot in orphans:
+            del orphans[slot]
+            if not orphans:
+                del shelf.missing[parent_key]
+
     # what is shown
 
     def show(self, shelf: Shelf, slots: Iterable[int]) -> None:

@@ -115,7 +115,7 @@ class RelayedSource:
             said += self._at_rest(now)
         if said:
             self._publish(tuple(said))
-        return items > 0
+        return items > 0 or self.state.settling
 
     def withdraw(self) -> None:
         """Say that everything of it is gone: nobody will follow it any more."""
@@ -164,6 +164,7 @@ class RelayedSource:
     def _at_rest(self, now: float) -> tuple[Announcement, ...]:
         asking = self.feed.replaying
         settled = () if asking else self.state.settle()
+        asking |= self.state.settling
         look = self.presence.look(
             now, connected=self.feed.connected, stale=self.feed.stale, asking=asking, heard=self._take_heard()
         )

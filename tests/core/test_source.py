@@ -270,6 +270,42 @@ def test_of_a_state_told_again_only_the_difference_is_announced() -> None:
     assert source.settle() == ()
 
 
+def test_what_was_not_told_again_goes_a_slice_at_a_time() -> None:
+    source, fold = StreamSource(), Residency()
+    blocks = [BlockStored([name], None, [1, 2], 2, None, None, None) for name in range(1000)]
+    fold.apply(map(to_event, source.apply(blocks)))
+    source.doubt()
+    source.apply(blocks[:1])
+    sizes = []
+    while not sizes or source.settling:
+        fold.apply(map(to_event, source.settle()))
+        fold.apply(map(to_event, source.apply(blocks[998:999])))  # told after all, while it goes on
+        sizes.append(len(fold))
+        fold.check()
+    assert len(sizes) >= 4
+    assert sizes[-1] in (1, 2)
+    assert source.resident() == {"GPU": len(fold)}
+
+
+@pytest.mark.parametrize("event", [CLEAR, None])
+def test_a_clear_or_another_telling_while_it_settles(event: AllBlocksCleared | None) -> None:
+    source, fold = StreamSource(), Residency()
+    blocks = [BlockStored([name], None, [1, 2], 2, None, None, None) for name in range(1000)]
+    fold.apply(map(to_event, source.apply(blocks)))
+    source.doubt()
+    source.apply(blocks[:1])
+    fold.apply(map(to_event, source.settle()))
+    assert source.settling
+    said_now = source.apply([event]) if event else source.doubt()
+    fold.apply(map(to_event, said_now))
+    assert not source.settling
+    if event is None:
+        fold.apply(map(to_event, source.apply(blocks)))
+        fold.apply(map(to_event, source.settle()))
+    fold.check()
+    assert len(fold) == (0 if event else 1000)
+
+
 def test_many_clears_within_one_telling() -> None:
     source = StreamSource()
     source.apply([stored(AB, 2)])

@@ -91,7 +91,7 @@ class SourceMachine(RuleBasedStateMachine):
             self.hear([AllBlocksCleared()])
         for _ in range(batches):
             self.hear(self.engine.batch())
-        self.say(self.source.settle())
+        self.settle()
 
     @rule()
     def tell_again(self) -> None:
@@ -104,7 +104,12 @@ class SourceMachine(RuleBasedStateMachine):
         for path in sorted(self.engine.held, key=len):
             self.hear([stored(path)])
             assert shown <= self.fold.hashes("GPU", 0)
+        self.settle()
+
+    def settle(self) -> None:
         self.say(self.source.settle())
+        while self.source.settling:
+            self.say(self.source.settle())
 
     @rule()
     def hide(self) -> None:
