@@ -32,10 +32,11 @@ oracle: $(STAMP)
 	@$(BIN)/python tools/oracle.py "$(ORACLE)"
 
 # INTEROP=DIR make interop: DIR keeps the real routers' virtual environments (0.4 GB from package registries).
+# ENGINE=DIR: DIR has venv/bin/python with vLLM for CPU, and model; without it the rows of the relay are left out.
 INTEROP ?= .interop
 interop: $(STAMP)
 	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
-	@$(BIN)/python tools/interop "$(INTEROP)"
+	@$(BIN)/python tools/interop "$(INTEROP)" $(if $(ENGINE),--engine "$(ENGINE)")
 
 # Replays docker/Dockerfile without Docker; root and Linux. DOCKER_ARGS: as --build-arg NAME=VALUE.
 docker-check: $(STAMP)

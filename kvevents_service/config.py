@@ -11,6 +11,7 @@ import msgspec
 
 from kvevents_service.errors import ConfigError
 from kvevents_service.sockets import is_local, overlap
+from kvevents_service.source_config import SourceConfig
 from kvevents_service.topics import filled_in
 from kvevents_service.wire.dialects import DIALECTS
 
@@ -105,6 +106,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `requests_per_s` and `answer_bytes_per_s` bound what each host may ask of replay and snapshot endpoints.
     `curve_secret_file` and `curve_allowed_keys_file`: see `curve`. `redact_tokens`: stores have no token ids;
     `hash_salt_file`: block hashes are mapped one way. See docs/security.md.
+    `sources` are engines' own streams to relay, one a rank: see `source_config`.
     `admin` is HOST:PORT for metrics and probes; "auto" takes 127.0.0.1:9470, or any free port where that is taken.
     """
 
@@ -128,6 +130,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redact_tokens: bool = False
     hash_salt_file: str | None = None
     outputs: tuple[OutputConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] = ()
     labels: dict[str, str] = {}
     heartbeat_s: float = 2.0
     state_dir: str | None = None
@@ -167,6 +170,18 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, endpoint, output in self._named_endpoints():
             self._check_endpoint(name, endpoint, open_to_all=not output.encrypted)
         self._check_overlaps()
+        self.ranked_sources()
+
+    def ranked_sources(self) -> dict[int, SourceConfig]:
+        """By rank, ranges expanded. Two of one rank would be two caches that readers take for one."""
+        found: dict[int, SourceConfig] = {}
+        for number, table in enumerate(self.sources):
+            for rank, source in table.expanded():
+                _expect(
+                    rank not in found, f"sources[{number}].dp_rank", f"another rank than {rank}, which is taken"
+                )
+                found[rank] = source
+        return found
 
     @property
     def event_outputs(self) -> list[OutputConfig]:

@@ -29,10 +29,14 @@ MAY_IMPORT = {
     "core": {"core", "wire", "errors"},
     "transfer": {"transfer", "core", "wire", "errors", "cuda"},
     "engine": {"engine", "core", "wire", "errors", "cuda"},
-    "service": {"service", "transfer", "core", "wire", "errors", "config", "sockets", "curve", "handshakes"},
+    "service": {
+        *("service", "transfer", "core", "wire", "errors", "config", "source_config", "sockets", "curve"),
+        "handshakes",
+        *("feed", "items", "lane"),  # the relay reads what a router reads
+    },
     "cli": {
-        *("cli", "subscriber", "service", "wire", "core", "config", "settings", "sizes", "errors", "sockets"),
-        *("engine", "curve", "handshakes"),
+        *("cli", "subscriber", "service", "wire", "core", "config", "settings", "source_config", "sizes"),
+        *("errors", "sockets", "engine", "curve", "handshakes"),
     },
 }
 """What a folder may import of this package."""

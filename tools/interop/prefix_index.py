@@ -6,7 +6,7 @@ import asyncio
 import threading
 from pathlib import Path
 
-from consumer import BLOCK_SIZE, Answer, Consumer, Endpoints
+from consumer import Answer, Consumer, Endpoints
 from truth import Held, run
 
 from kvevents_service.prefix_index import PrefixIndex
@@ -21,7 +21,7 @@ class Ours(Consumer):
 
     def __init__(self, endpoints: Endpoints, directory: Path) -> None:
         self._source = Source(endpoints.pub, endpoints.replay)
-        self._index = PrefixIndex(BLOCK_SIZE)
+        self._index = PrefixIndex(endpoints.block_size)
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._follow(),), daemon=True)
