@@ -267,7 +267,7 @@ class DemoRun:
         for field in ("blocks_demoted", "blocks_promoted", "evicted_unsaved"):
             setattr(summary, field, inspected.stats.get(field, 0))
         summary.gaps = self.follower.gaps
-        summary.stream_faults = sum(fold.faults.values()) + self.follower.undecodable
+        summary.stream_faults = sum(fold.faults.values()) + fold.redacted + self.follower.undecodable
 
 
 def _filled(shelves: dict[tuple[str, int], set[int]]) -> dict[tuple[str, int], set[int]]:
