@@ -158,3 +158,34 @@ async def test_a_disk_that_cannot_be_had_ends_the_start(tmp_path: Path, path: st
         async with started(config):
             pass
     assert error.value.setting == setting
+
+
+async def test_a_disk_without_direct_io_is_said_in_the_log(
+    run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of less than two sectors has none."""
+    disk = {"host_bytes": None, "disk_path": str(tmp_path), "disk_bytes": 4096}
+    async with run(**disk):
+        assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+            f"disk_path: no direct I/O in {tmp_path}: copies go through the page cache"
+        ]
+    caplog.clear()
+    async with run(**disk, disk_page_cache=True):
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_a_reset_that_the_disk_is_not_told_of_is_no_success(run, engine, tmp_path: Path) -> None:
+    disk = {"host_bytes": None, "disk_path": str(tmp_path), "disk_bytes": 4096, "disk_keep": True}
+    async with run(**disk) as service:
+        mini = await asyncio.to_thread(engine)
+        await asyncio.to_thread(mini.store, chain(1, 4), [0, 1, 2, 3])
+        fd = service.sidecar._tiers.storages[0]._index._file.fd
+        kept, full = os.dup(fd), os.open("/dev/full", os.O_RDWR)
+        os.dup2(full, fd)
+        assert await asyncio.to_thread(mini.client.reset) is None
+        os.dup2(kept, fd)
+        os.close(full)
+        os.close(kept)
+        assert service.sidecar.errors["not_forgotten"] == 1
+        assert service.sidecar.stats()["blocks_resident"] == 0
+        await check(service, service.sidecar.inspect(1, residents=True))
