@@ -26,11 +26,30 @@ SETTINGS = {"KVEVENTS_DISK_PAGE_CACHE": "true", "KVEVENTS_HEARTBEAT_S": "0.1"}
 ENDS = [signal.SIGTERM, signal.SIGKILL]
 
 
+HELD = """
+import sys, time
+from pathlib import Path
+from kvevents_service.cli import main
+from kvevents_service.transfer.disk_index import DiskIndex
+put, hold = DiskIndex._put, Path(sys.argv.pop(1))
+def late(self, *entries):
+    while hold.exists():
+        time.sleep(0.01)
+    put(self, *entries)
+DiskIndex._put = late
+main()
+"""
+"""A sidecar that writes no entries while the file `hold` is there."""
+
+
 class Life:
     """One process of the sidecar."""
 
-    def __init__(self, directory: Path, *options: str, name: str = "run", slots: int = SLOTS) -> None:
-        words = (sys.executable, "-m", "kvevents_service", "serve", *LOCAL, "--host-bytes", "0")
+    def __init__(
+        self, directory: Path, *options: str, name: str = "run", slots: int = SLOTS, hold: Path | None = None
+    ) -> None:
+        program = ("-m", "kvevents_service") if hold is None else ("-c", HELD, str(hold))
+        words = (sys.executable, *program, "serve", *LOCAL, "--host-bytes", "0")
         disk = ("--disk-path", str(directory), "--disk-bytes", str(slots * BLOCK_BYTES), "--disk-keep")
         socket = ("--engine-socket", str(directory / name / "engine.sock"))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **SETTINGS}
@@ -239,6 +258,28 @@ def test_a_block_that_was_changed_meanwhile_is_a_miss_and_removed_with_what_is_b
 
 
 # a kill while slots are evicted and written anew
+
+
+def test_after_a_kill_before_any_entry_was_written_old_names_do_not_get_new_bytes(
+    live, engine, tmp_path: Path
+) -> None:
+    """The worst that a crash can leave: every slot was evicted and rewritten, and the index knows nothing of it."""
+    hold = tmp_path / "hold"
+    life = live(hold=hold)
+    assert life.ready.ready
+    mini = engine()
+    store(mini, 1, 2, 3, 4)
+    until(lambda: kept(tmp_path) == SLOTS)
+    hold.touch()
+    store(mini, 5, 6, 7, 8)
+    life.end(signal.SIGKILL)
+    ready, mini = live().ready, engine()
+    assert check(ready, mini).hashes("STORAGE", 0) == names(1, 2, 3, 4)
+    assert [loads(mini, seed) for seed in range(1, 9)] == [0] * 8
+    stats = mini.client.inspect().stats
+    assert (stats["blocks_lost"], stats["blocks_removed"], stats["disk_errors_checksum"]) == (SLOTS,) * 3
+    folded = check(ready, mini)
+    assert (len(folded), folded.removed) == (0, SLOTS)
 
 
 def test_after_a_kill_among_evictions_no_name_has_the_bytes_of_another(live, engine, tmp_path: Path) -> None:
