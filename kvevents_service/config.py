@@ -44,6 +44,7 @@ class TierSettings(NamedTuple):
     max_blocks: int | None = None
     directory: str | None = None
     page_cache: bool = False
+    keep: bool = False
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,6 +98,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `host_bytes` is the size of the CPU tier (1 GiB if nothing is said). With `disk_path`, a directory, and
     `disk_bytes` the tier is a file there instead; with `host_bytes` besides, there are both, the disk behind the
     host's memory. `host_blocks` and `disk_blocks` cap a tier in blocks.
+    `disk_keep`: the file stays when the sidecar ends, and its blocks are found again by the next one.
     Copies to and from the file go around the page cache where the file system can, unless `disk_page_cache`.
     `copy_threads` copy in each direction; if nothing is said 2, or 1 on a machine of fewer than 4 cores.
     `host_hugetlb` takes the tier's memory from the huge pages that the system has set aside.
@@ -119,6 +121,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes: int | None = None
     disk_blocks: int | None = None
     disk_page_cache: bool = False
+    disk_keep: bool = False
     pub: str = "tcp://127.0.0.1:5557"
     replay: str | None = "tcp://127.0.0.1:5558"
     snapshot: str | None = None
@@ -216,7 +219,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         disk = self.disk_path is not None
         for setting in ("disk_bytes", "disk_blocks"):
             _expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
-        _expect(disk or not self.disk_page_cache, "disk_path", "a directory, as disk_page_cache is set")
+        for setting in ("disk_page_cache", "disk_keep"):
+            _expect(disk or not getattr(self, setting), "disk_path", f"a directory, as {setting} is set")
         if self.disk_path is not None:
             _expect(_is_path(self.disk_path), "disk_path", "a directory")
             _expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
@@ -233,7 +237,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.disk_path is None:
             return (host,)
         limits = self.disk_bytes or 0, self.disk_blocks, self.disk_path
-        disk = TierSettings("disk", *limits, page_cache=self.disk_page_cache)
+        disk = TierSettings("disk", *limits, page_cache=self.disk_page_cache, keep=self.disk_keep)
         return (host, disk) if self.host_bytes else (disk,)
 
     def _check_admin(self) -> None:
