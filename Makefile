@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench oracle interop docker-check schema clean setup
+.PHONY: demo test check bench oracle interop soak fuzz docker-check schema clean setup
 
 setup: $(STAMP)
 
@@ -36,6 +36,17 @@ INTEROP ?= .interop
 interop: $(STAMP)
 	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
 	@$(BIN)/python tools/interop "$(INTEROP)"
+
+# SOAK_S=60 make soak: seconds of traffic; the comparison at the end comes on top.
+SOAK_S ?= 570
+soak: $(STAMP)
+	@$(BIN)/python -m tools.soak --seconds $(SOAK_S)
+
+# FUZZ_N=20000 FUZZ_SEED=7 make fuzz: how many bad inputs, and which.
+FUZZ_N ?= 1000000
+FUZZ_SEED ?= 1
+fuzz: $(STAMP)
+	@$(BIN)/python -m tools.fuzz --inputs $(FUZZ_N) --seed $(FUZZ_SEED)
 
 # Replays docker/Dockerfile without Docker; root and Linux. DOCKER_ARGS: as --build-arg NAME=VALUE.
 docker-check: $(STAMP)
