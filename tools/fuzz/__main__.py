@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +26,7 @@ def say(text: str) -> None:
 @click.option("--seconds", default=DEFAULT.seconds, show_default=True, help="It ends by then, with fewer inputs.")
 def main(inputs: int, seed: int, seconds: float) -> None:
     """Give a sidecar bad input on every socket, beside an engine and a reader that must stay right."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="kvevents-fuzz-") as directory:
         report = asyncio.run(Fuzz(Plan(inputs, seed, seconds), Path(directory), say).run())
     for fault in report["faults"]:

@@ -78,9 +78,9 @@ class Messages:
     def __init__(self, random: Random) -> None:
         self._random = random
         self._id = 0
-        kinds: dict[Callable[[], ClientMessage], int] = {
+        kinds: dict[Callable[[], ClientMessage], float] = {
             self.step: 40, self.lookup: 20, self.load: 12, self.release: 6, self.inspect: 8, self.mark: 6,
-            self.reset: 1, self.hello: 3,
+            self.reset: 0.05, self.hello: 3,
         }  # fmt: skip
         self._kinds, self._weights = [*kinds], [*kinds.values()]
 

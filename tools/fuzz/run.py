@@ -18,9 +18,11 @@ from tools.fuzz.beside import HealthyEngine
 from tools.proving.follower import Follower, Observer, differences, folded, quiet, resident
 from tools.proving.process import MIB, SidecarProcess
 
-TIERS = {"host_bytes": 1 * MIB, "disk_bytes": 16 * MIB}
-LIMITS = {"requests_per_s": 0.0, "answer_bytes_per_s": 0.0, "retained_bytes": 8 * MIB, "host_blocks": 512}
-"""Without allowances: all of this comes from one host, and the reader beside is on it, too."""
+TIERS = {"host_bytes": 1 * MIB, "disk_bytes": 16 * MIB, "host_blocks": 128, "disk_blocks": 512}
+"""So small that blocks must leave both all the time."""
+LIMITS = {"requests_per_s": 0.0, "answer_bytes_per_s": 0.0, "retained_batches": 500}
+"""Without allowances: all of this comes from one host, and the reader beside is on it, too. The journal is full
+soon, so that what grows later is a leak."""
 WARM_UP = 0.1
 GROWTH_BYTES = 48 * MIB
 DESCRIPTORS = 40

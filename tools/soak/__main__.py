@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,7 @@ def say(text: str) -> None:
 @click.option("--seed", default=DEFAULT.seed, show_default=True)
 def main(seconds: float, engines: int, stay: int, churn: int, seed: int) -> None:
     """Run a sidecar under traffic and check at the end that nothing was lost, leaked or wrong."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     plan = Plan(seconds, engines, stay, churn, seed=seed)
     with tempfile.TemporaryDirectory(prefix="kvevents-soak-") as directory:
         report = Soak(plan, Path(directory), say).run()
