@@ -6,8 +6,9 @@ import threading
 import time
 from random import Random
 
-from kvevents_service.engine.client import OffloadClient, Timeouts
+from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
+from kvevents_service.engine.registration import Timeouts
 from kvevents_service.testing import Chain, make_chain
 from kvevents_service.wire.control import Memory
 from kvevents_service.wire.packing import pack_int32
