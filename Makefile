@@ -37,7 +37,7 @@ interop: $(STAMP)
 	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
 	@$(BIN)/python tools/interop "$(INTEROP)"
 
-# SOAK_S=60 make soak: seconds of traffic; the comparison at the end comes on top.
+# SOAK_S=90 make soak: seconds of traffic; the comparison at the end comes on top.
 SOAK_S ?= 570
 soak: $(STAMP)
 	@$(BIN)/python -m tools.soak --seconds $(SOAK_S)

@@ -23,7 +23,7 @@ MIB = 1 << 20
 def samples(slope_mib: float, descriptors: int = 0) -> list[Sample]:
     """A minute, every 2 s. slope_mib: in each second, after a warm-up that grows fast."""
     return [
-        Sample(at, int((200 + 10 * min(at, 20) + slope_mib * at) * MIB), 0, 50 + descriptors * at)
+        Sample(at, 50_000 * at, int((200 + 10 * min(at, 20) + slope_mib * at) * MIB), 0, 50 + descriptors * at)
         for at in range(0, 60, 2)
     ]
 
@@ -31,8 +31,14 @@ def samples(slope_mib: float, descriptors: int = 0) -> list[Sample]:
 def test_memory_that_grows_after_the_warm_up_is_a_fault() -> None:
     assert not memory_faults(Growth.of(samples(0.0)), samples(0.0))
     growth = Growth.of(samples(2.0))
+    assert growth is not None
     assert growth.bytes_per_s == pytest.approx(2 * MIB, rel=0.01)
     assert "memory grew by" in memory_faults(growth, samples(2.0))[0]
+
+
+def test_a_run_that_never_filled_the_tiers_is_not_judged() -> None:
+    slow = [sample._replace(blocks=1000) for sample in samples(0.0)]
+    assert "run it longer" in memory_faults(Growth.of(slow), slow)[0]
 
 
 def test_files_left_open_are_a_fault() -> None:
