@@ -38,7 +38,7 @@ interop: $(STAMP)
 	@$(BIN)/python tools/interop "$(INTEROP)"
 
 # SOAK_S=90 make soak: seconds of traffic; the comparison at the end comes on top.
-SOAK_S ?= 570
+SOAK_S ?= 540
 soak: $(STAMP)
 	@$(BIN)/python -m tools.soak --seconds $(SOAK_S)
 

@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     """What a soak is made of. seconds: of traffic; the end's comparison comes on top. The first engine resets and
     is not killed, unless there is no other."""
 
-    seconds: float = 600.0
+    seconds: float = 540.0
     engines: int = 2
     stay: int = 2
     churn: int = 14
