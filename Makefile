@@ -6,7 +6,7 @@ JOBS ?= auto
 PYTEST := .venv/bin/pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench oracle interop e2e docker-check schema clean setup
+.PHONY: demo test check bench oracle interop e2e soak fuzz docker-check schema clean setup
 
 setup: $(STAMP)
 
@@ -40,6 +40,17 @@ INTEROP ?= .interop
 interop: $(STAMP)
 	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
 	@$(BIN)/python tools/interop "$(INTEROP)" $(if $(ENGINE),--engine "$(ENGINE)")
+
+# SOAK_S=90 make soak: seconds of traffic; the comparison at the end comes on top.
+SOAK_S ?= 540
+soak: $(STAMP)
+	@$(BIN)/python -m tools.soak --seconds $(SOAK_S)
+
+# FUZZ_N=20000 FUZZ_SEED=7 make fuzz: how many bad inputs, and which.
+FUZZ_N ?= 1000000
+FUZZ_SEED ?= 1
+fuzz: $(STAMP)
+	@$(BIN)/python -m tools.fuzz --inputs $(FUZZ_N) --seed $(FUZZ_SEED)
 
 # Replays docker/Dockerfile without Docker; root and Linux. DOCKER_ARGS: as --build-arg NAME=VALUE.
 docker-check: $(STAMP)
