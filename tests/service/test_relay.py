@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import pytest
+import zmq
 from core.engine_model import EngineModel, key, stored
 from peers import Peer, peer
 
@@ -13,6 +14,7 @@ from kvevents_service.config import ServeConfig
 from kvevents_service.errors import ConfigError
 from kvevents_service.service.relay_app import RelayService, started_relay
 from kvevents_service.service.relayed import SourceView
+from kvevents_service.sockets import bind
 from kvevents_service.source_config import SourceConfig
 from kvevents_service.subscriber import Source, Subscriber
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved
@@ -149,6 +151,20 @@ async def test_an_engine_that_is_killed_and_started_again() -> None:
                 second.send(1, stored(AC, 2))
                 await relay.shows(A, AC)
                 assert not relay.view.away
+
+
+async def test_a_connection_that_drops_and_comes_back_to_the_same_engine() -> None:
+    """It says nothing by itself: it is asked, and its blocks are said again."""
+    async with engine() as peer, relayed(source_of(peer)) as relay:
+        await peer.subscribed()
+        peer.send(1, stored(AB, 2))
+        await relay.shows(A, AB)
+        peer.xpub.close()
+        await relay.shows()
+        peer.xpub = peer.context.socket(zmq.XPUB)
+        bind(peer.xpub, peer.endpoint, "pub")
+        await relay.shows(A, AB)
+        assert not relay.view.away
 
 
 async def test_a_restart_that_is_seen_by_its_numbers_alone() -> None:

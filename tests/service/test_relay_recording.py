@@ -15,6 +15,7 @@ from kvevents_service.errors import ConfigError
 from kvevents_service.service.recorder import Recorder
 from kvevents_service.source_config import SourceConfig
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved
+from kvevents_service.wire.frames import parse_replay_reply
 
 
 async def record(path: Path, **more: object) -> None:
@@ -88,6 +89,17 @@ async def test_a_file_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="input: expected a file that can be read"):
         async with relayed(SourceConfig(input=str(tmp_path / "none"))):
             pass
+
+
+@pytest.mark.parametrize("frames", [[bytes(8), b"x"], [b"", bytes(8), b"x"], [b"kv", bytes(8), b"x"]])
+def test_replies_in_older_framings_are_told_from_live_messages(tmp_path: Path, frames: list[bytes]) -> None:
+    path = tmp_path / "f"
+    recorder = Recorder(str(path), time.time, replay=True)
+    recorder.message(frames, reply=True)
+    recorder.close()
+    kept = [bytes.fromhex(one) for one in json.loads(path.read_text().splitlines()[-1])["frames"]]
+    assert (len(kept), kept[0]) == (4, b"")
+    assert parse_replay_reply(kept) == parse_replay_reply(frames)
 
 
 class FullDisk(io.StringIO):
