@@ -14,8 +14,9 @@ $(STAMP): pyproject.toml tools/setup_venv.sh
 	@PYTHON=$(PYTHON) bash tools/setup_venv.sh
 	@touch $@
 
+# DEMO="--tier cpu+disk" make demo: more of `kvevents demo --help`.
 demo: $(STAMP)
-	@$(BIN)/kvevents demo
+	@$(BIN)/kvevents demo $(DEMO)
 
 test: $(STAMP)
 	@$(PYTEST)
