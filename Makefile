@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # How many tests run at a time: each starts processes of its own.
 JOBS ?= auto
-PYTEST := .venv/bin/pytest -n $(JOBS) --maxprocesses 4 --dist loadfile
+PYTEST := .venv/bin/pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.ready
 
 .PHONY: demo test check bench oracle interop e2e soak fuzz docker-check schema clean setup
