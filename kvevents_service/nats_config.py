@@ -25,7 +25,7 @@ _RESERVED: Final = re.compile(r"[.*>%\s\x00-\x20\x7f]")
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A broker, and what is put there.
 
-    servers: nats:// or tls:// HOST:PORT of one cluster, tried in turn.
+    servers: nats:// or tls:// HOST:PORT of one cluster; each try takes one of them.
     subject: of every batch of this publisher and of no other, as "kv.{model}.{pod}.{dp_rank}". Names in braces are
         those of a topic, and dp_rank; a value is one token, with "." and what else is reserved as %2E.
     stream: its name. One that is missing is made, for all subjects with the same first token, with these bounds:

@@ -186,35 +186,42 @@ class Broker:
 
     async def close(self) -> None:
         """At once, whatever the state."""
-        from nats.errors import Error
-
-        with suppress(Error, OSError, TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await self._client.close()
+        await _close(self._client)
 
 
 async def connect(config: NatsConfig, known: Credentials, publisher_id: str) -> Broker:
     """A broker that is ready. BrokerGone if none is."""
-    import nats
+    from nats.aio.client import Client
 
     async def told(error: Exception) -> None:
         log.debug("nats: %s", error)
 
-    with _mapped():
-        client = await asyncio.wait_for(
-            nats.connect(
-                [*config.servers], allow_reconnect=False, connect_timeout=int(CONNECT_S), error_cb=told,
-                max_reconnect_attempts=1, name="kvevents", **known.options,
-            ),
-            2 * CONNECT_S,
-        )  # fmt: skip
-        broker = Broker(config, client, publisher_id)
+    client = Client()
     try:
+        with _mapped():
+            async with asyncio.timeout(2 * CONNECT_S):
+                await client.connect(
+                    [*config.servers], allow_reconnect=False, connect_timeout=int(CONNECT_S), error_cb=told,
+                    name="kvevents", **known.options,
+                )  # fmt: skip
+        broker = Broker(config, client, publisher_id)
         await broker.prepare()
     except BaseException:
-        await broker.close()
+        await _close(client)
         raise
     return broker
+
+
+async def _close(client: Client) -> None:
+    """The client waits for a broker that does not read, and leaves a connection open that was refused."""
+    from nats.errors import Error
+
+    with suppress(Error, OSError, TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await client.close()
+    writer = getattr(getattr(client, "_transport", None), "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()
 
 
 class _mapped:
