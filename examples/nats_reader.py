@@ -49,8 +49,8 @@ class NatsReader:
         self._publisher = ""
 
     async def run(self) -> None:
-        """Read until cancelled."""
-        while True:
+        """Read until cancelled. nats-py takes some cancellations for a timeout."""
+        while not _is_cancelled():
             with suppress(Error, TimeoutError, OSError):
                 if await self._snapshot():
                     await self._follow()
@@ -65,11 +65,14 @@ class NatsReader:
             if publisher != (self._publisher or publisher) or upto < self._least:
                 return False
             found = await store.get(self._subject)
+        data = found.data or b""
+        if len(data) != (found.info.size or 0):
+            return False  # nats-py takes some cancellations for the end
         told = found.info.headers or {}  # it may have been replaced meanwhile, by a later one
         self.at = Place(told["Kv-Publisher"][0], int(told["Kv-Upto"][0]), int(told["Kv-From-Stream-Seq"][0]))
         self._publisher, self._least = self.at.publisher, self.at.upto
         self.fold = Residency()
-        for payload in payloads(found.data or b""):
+        for payload in payloads(data):
             self.fold.apply(decode_batch(payload).batch.events)
         self.snapshots += 1
         return True
@@ -107,6 +110,11 @@ class NatsReader:
         self.at.upto = seq
         self.batches += 1
         return True
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def payloads(data: bytes) -> list[bytes]:

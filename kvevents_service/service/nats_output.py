@@ -31,6 +31,7 @@ FAILED_RETRY_S: Final = 1.0
 NOTHING_YET: Final = -1
 """The number of a snapshot before the first batch."""
 FLUSH_S: Final = 3.0
+CANCEL_AGAIN_S: Final = 2.0
 
 
 class NatsOutput:
@@ -84,8 +85,11 @@ class NatsOutput:
         """Publish until cancelled."""
         retry_s = FIRST_RETRY_S
         while True:
-            sent = self.sent
-            await self._try(renderer)
+            sent, trying = self.sent, asyncio.create_task(self._try(renderer))
+            try:
+                await asyncio.wait([trying])
+            finally:
+                await _ended(trying)
             retry_s = FIRST_RETRY_S if sent != self.sent else min(2 * retry_s, LAST_RETRY_S)
             await asyncio.sleep(retry_s)
 
@@ -221,3 +225,10 @@ class NatsOutput:
             "nats_disconnects": self.disconnects,
             "nats_connected": int(self.connected),
         }
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Cancelled until it is over: the client takes some cancellations for a timeout."""
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)

@@ -99,8 +99,9 @@ async def reading(server: Server, silent_s: float = 3.0) -> AsyncIterator[Any]:
     try:
         yield reader
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        while not task.done():  # nats-py takes some cancellations for a timeout
+            task.cancel()
+            await asyncio.wait([task], timeout=1.0)
         await client.close()
 
 
