@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvevents_service.errors import ConfigError
+from kvevents_service.nats_config import NatsConfig
 from kvevents_service.sockets import is_local, overlap
 from kvevents_service.source_config import SourceConfig
 from kvevents_service.topics import filled_in
@@ -108,6 +109,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `requests_per_s` and `answer_bytes_per_s` bound what each host may ask of replay and snapshot endpoints.
     `curve_secret_file` and `curve_allowed_keys_file`: see `curve`. `redact_tokens`: stores have no token ids;
     `hash_salt_file`: block hashes are mapped one way. See docs/security.md.
+    `nats` are outputs on NATS JetStream, besides: see `nats_config`.
     `sources` are engines' own streams to relay, one a rank: see `source_config`.
     `admin` is HOST:PORT for metrics and probes; "auto" takes 127.0.0.1:9470, or any free port where that is taken.
     """
@@ -133,6 +135,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redact_tokens: bool = False
     hash_salt_file: str | None = None
     outputs: tuple[OutputConfig, ...] = ()
+    nats: tuple[NatsConfig, ...] = ()
     sources: tuple[SourceConfig, ...] = ()
     labels: dict[str, str] = {}
     heartbeat_s: float = 2.0
@@ -173,6 +176,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, endpoint, output in self._named_endpoints():
             self._check_endpoint(name, endpoint, open_to_all=not output.encrypted)
         self._check_overlaps()
+        self._check_nats()
         self.ranked_sources()
 
     def ranked_sources(self) -> dict[int, SourceConfig]:
@@ -190,6 +194,31 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def event_outputs(self) -> list[OutputConfig]:
         """Every output, its topic filled in."""
         return [output for _, output in self._placed_outputs()]
+
+    @property
+    def nats_outputs(self) -> list[NatsConfig]:
+        """Every output on NATS, its subject filled in."""
+        return [output for _, output in self._placed_nats()]
+
+    def _placed_nats(self) -> Iterator[tuple[str, NatsConfig]]:
+        models = dict([("model", source.model) for source in self.sources if source.model])
+        for number, table in enumerate(self.nats):
+            try:
+                yield f"nats[{number}].", table.placed(models | self.labels, os.environ)
+            except ConfigError as error:
+                raise ConfigError(f"nats[{number}].{error.setting}", error.expected) from error
+
+    def _check_nats(self) -> None:
+        """Two on one subject would be two streams that readers take for one."""
+        taken: set[str] = set()
+        for place, output in self._placed_nats():
+            local = self.allow_remote or output.local
+            expected = "a loopback address, tls://, or --allow-remote: events carry prompt tokens"
+            _expect(local, f"{place}servers", expected)
+            _expect(
+                output.subject not in taken, f"{place}subject", f"another than {output.subject}, which is taken"
+            )
+            taken.add(output.subject)
 
     def _placed_outputs(self) -> Iterator[tuple[str, OutputConfig]]:
         """Every output, its topic filled in, with what stands before the names of its settings."""

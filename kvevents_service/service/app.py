@@ -80,7 +80,7 @@ class Service(NamedTuple):
         self.publisher.send_pending()
         self.sidecar.withdraw()
         self.relay.withdraw()
-        self.publisher.send_pending()
+        await self.events.flush()
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ async def started(config: ServeConfig) -> AsyncIterator[Service]:
 
 def _relay(config: ServeConfig, events: EventPlane) -> Relay:
     """Its sources go into our journal, which is that of one rank."""
-    ranks = {output.dp_rank for output in config.event_outputs}
+    ranks = {output.dp_rank for output in config.event_outputs} | {output.dp_rank for output in config.nats}
     sources = config.ranked_sources()
     if sources and set(sources) != ranks:
         expected = f"{', '.join(map(str, sorted(ranks)))}, as the outputs; `kvevents relay` takes several ranks"

@@ -17,7 +17,7 @@ from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
-from kvevents_service.service.outputs import Output
+from kvevents_service.service.outputs import Sink
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.tally import Tally
 from kvevents_service.wire.splice import spliced
@@ -34,7 +34,7 @@ class Publisher:
     def __init__(
         self,
         journal: Journal,
-        outputs: Sequence[Output],
+        outputs: Sequence[Sink],
         *,
         encodings: Sequence[Encoding] = (Encoding(),),
         numbers: SequenceStore | None,

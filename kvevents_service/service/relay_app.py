@@ -5,6 +5,7 @@ Each rank has a journal and outputs of its own, on the outputs' ports with the r
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from itertools import combinations
@@ -60,7 +61,7 @@ class RelayService:
         """Say that what was relayed is gone: nobody follows it any more."""
         for rank in self.ranks:
             rank.relay.withdraw()
-            rank.events.publisher.send_pending()
+        await asyncio.gather(*(rank.events.flush() for rank in self.ranks))
 
     def open(self, context: Context, config: ServeConfig, source: SourceConfig, state_dir: Path | None) -> None:
         """Bind one rank's outputs and connect to its source."""
@@ -103,11 +104,18 @@ def by_rank(config: ServeConfig) -> dict[int, tuple[ServeConfig, SourceConfig]]:
     first = min(sources)
     outputs = {rank: tuple(_of_rank(one, rank, rank - first) for one in config.event_outputs) for rank in sources}
     _check_ports([output for of_rank in outputs.values() for output in of_rank])
-    return {rank: (_with_outputs(config, outputs[rank]), source) for rank, source in sources.items()}
+    ranks = {rank: (_with_outputs(config, outputs[rank], rank, source), source) for rank, source in sources.items()}
+    _check_subjects([output.subject for settings, _ in ranks.values() for output in settings.nats_outputs])
+    return ranks
 
 
-def _with_outputs(config: ServeConfig, outputs: tuple[OutputConfig, ...]) -> ServeConfig:
-    return msgspec.structs.replace(config, outputs=outputs)
+def _with_outputs(
+    config: ServeConfig, outputs: tuple[OutputConfig, ...], rank: int, source: SourceConfig
+) -> ServeConfig:
+    """A subject may name the source's model."""
+    nats = tuple(msgspec.structs.replace(output, dp_rank=rank) for output in config.nats)
+    labels = {"model": source.model} | config.labels if source.model else config.labels
+    return msgspec.structs.replace(config, outputs=outputs, nats=nats, labels=labels)
 
 
 def _of_rank(output: OutputConfig, rank: int, more: int) -> OutputConfig:
@@ -127,6 +135,11 @@ def _check_ports(outputs: list[OutputConfig]) -> None:
     for (_, endpoint), (setting, other) in combinations(named, 2):
         if overlap(endpoint, other):
             raise ConfigError(setting, f"ports further apart: with all ranks {endpoint} would be needed twice")
+
+
+def _check_subjects(subjects: list[str]) -> None:
+    if len(subjects) != len(set(subjects)):
+        raise ConfigError("nats.subject", "{dp_rank} in it, as there are several ranks")
 
 
 def _state_dir(config: ServeConfig, rank: int) -> Path | None:
