@@ -89,7 +89,8 @@ class SchedulerHalf:
         self.loads = Loads(client, groups, unit, self._pool, rules.hits, clock)
         self._requests: dict[str, VllmRequest] = {}
         self._lives: dict[str, Life] = {}
-        self._endings = self._open_steps = self._step = 0
+        self._ending: dict[str, Life] = {}
+        self._open_steps = self._step = 0
         self._said_at = self._reset_at = -LINGER_S
         self._registrations = 0
         self._void = False
@@ -196,6 +197,8 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        if request_id in self._ending:  # the id is in use again: nothing more is offered of its first request
+            self._close(self._ending[request_id], 0, 0)
         life = self._lives[request_id] = Life(request, [[] for _ in block_ids])
         life.grow(block_ids)
         self.planner.admit(view_of(request, self._digest, self._fine_unit), life.tables)
@@ -255,26 +258,31 @@ class SchedulerHalf:
         held = [block for table in tables for block in table if block != NULL_BLOCK] if life.flights else []
         self._pool.touch(held)
         life.ending = Ending(known_tokens(request), request.num_computed_tokens, held)
-        self._endings += 1
+        self._ending[request_id] = life
         self._end(life)
 
     def _end(self, life: Life) -> None:
         """Offer what is left of it, once no running step writes to it any more."""
         if life.ending is not None and not life.flights:
-            tokens, computed, held = life.ending
-            life.ending = None
-            self._endings -= 1
+            tokens, computed, _ = life.ending
             if self._lazy:
                 self._record(life, tokens)
-            self.planner.finish(life.request.request_id, tokens, computed)
-            self._pool.free(held[::-1])
+            self._close(life, tokens, computed)
+
+    def _close(self, life: Life, tokens: int, computed: int) -> None:
+        """Offer what is left of so many tokens, and hold no more than that."""
+        request_id, ending, life.ending = life.request.request_id, life.ending, None
+        del self._ending[request_id]
+        self.planner.finish(request_id, tokens, computed)
+        if ending is not None:
+            self._pool.free(ending.block_ids[::-1])
 
     # all of it
 
     @property
     def busy(self) -> bool:
         """Empty steps would bring something to its end."""
-        if self._endings:
+        if self._ending:
             return True
         return self._under_way and self._clock() - self._said_at < LINGER_S
 

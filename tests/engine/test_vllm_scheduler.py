@@ -425,3 +425,24 @@ def test_its_name_says_what_is_going_on(lazy: bool) -> None:
     vllm.add("r", PROMPT, 8)
     vllm.step()
     assert "1 requests" in repr(vllm.half)
+
+
+def test_a_request_may_be_preempted_and_aborted_before_its_step_ends() -> None:
+    vllm = ToyVllm(lag=1)
+    vllm.add("r", PROMPT, 0)
+    vllm.schedule(1)
+    vllm.preempt("r")
+    vllm.abort("r")
+    vllm.drain()
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_an_id_may_be_used_again_while_a_step_of_its_first_request_runs(length: int) -> None:
+    vllm = ToyVllm((FULL, WINDOW), lag=1)
+    vllm.add("r", PROMPT[:4], 0)
+    vllm.schedule()
+    vllm.run()
+    assert "r" not in vllm.requests
+    vllm.add("r", PROMPT[:length], 0)
+    vllm.drain()
+    assert stored(vllm) == (length == 4)
