@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, expect
 from kvevents_service.sockets import is_local
 from kvevents_service.topics import filled_in
 from kvevents_service.wire.dialects import DIALECTS
@@ -54,32 +54,32 @@ class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     hash_salt_file: str | None = None
 
     def __post_init__(self) -> None:
-        _expect(self.servers != (), "servers", "at least one")
+        expect(self.servers != (), "servers", "at least one")
         for server in self.servers:
-            _expect(_SERVER.fullmatch(server) is not None, "servers", "nats://HOST:PORT or tls://HOST:PORT")
-        _expect(_STREAM.fullmatch(self.stream) is not None, "stream", "letters, digits, _ and -")
-        _expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
-        _expect(0 <= self.dp_rank <= MAX_RANK, "dp_rank", f"a whole number from 0 to {MAX_RANK}")
+            expect(_SERVER.fullmatch(server) is not None, "servers", "nats://HOST:PORT or tls://HOST:PORT")
+        expect(_STREAM.fullmatch(self.stream) is not None, "stream", "letters, digits, _ and -")
+        expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
+        expect(0 <= self.dp_rank <= MAX_RANK, "dp_rank", f"a whole number from 0 to {MAX_RANK}")
         for setting in ("max_messages", "max_bytes", "queue_messages", "queue_bytes"):
-            _expect(getattr(self, setting) > 0, setting, "a positive whole number")
-        _expect(1 <= self.max_age_s < float("inf"), "max_age_s", "at least 1 second")
+            expect(getattr(self, setting) > 0, setting, "a positive whole number")
+        expect(1 <= self.max_age_s < float("inf"), "max_age_s", "at least 1 second")
         fits = 0 < self.snapshot_s <= self.max_age_s / 2
-        _expect(fits, "snapshot_s", f"seconds, at most {self.max_age_s / 2:g}, half of max_age_s")
+        expect(fits, "snapshot_s", f"seconds, at most {self.max_age_s / 2:g}, half of max_age_s")
         self._check_files()
 
     def _check_files(self) -> None:
         for setting in ("credentials_file", "password_file", "ca_file", "hash_salt_file"):
             path = getattr(self, setting)
-            _expect(path is None or (path != "" and "\0" not in path), setting, "a file")
+            expect(path is None or (path != "" and "\0" not in path), setting, "a file")
         both = self.credentials_file is not None and self.password_file is not None
-        _expect(not both, "password_file", "nothing, as credentials_file is set")
-        _expect(self.ca_file is None or self.encrypted, "servers", "tls://, as ca_file is set")
+        expect(not both, "password_file", "nothing, as credentials_file is set")
+        expect(self.ca_file is None or self.encrypted, "servers", "tls://, as ca_file is set")
         finds_by = DIALECTS[self.dialect].finds_by
         found = finds_by != "token_ids" or not self.redact_tokens
-        _expect(found, "redact_tokens", f"false with dialect {self.dialect}: its readers find prompts by token ids")
+        expect(found, "redact_tokens", f"false with dialect {self.dialect}: its readers find prompts by token ids")
         found = finds_by != "block_hashes" or self.hash_salt_file is None
         expected = f"nothing with dialect {self.dialect}: its readers compute the engine's hashes"
-        _expect(found, "hash_salt_file", expected)
+        expect(found, "hash_salt_file", expected)
 
     @property
     def encrypted(self) -> bool:
@@ -114,10 +114,10 @@ def check_subject(subject: str) -> None:
     """ConfigError unless it names one subject, for people and JetStream alike."""
     tokens = subject.split(".")
     fits = 0 < len(subject.encode(errors="replace")) <= MAX_SUBJECT_BYTES
-    _expect(fits and all(tokens), "subject", f"tokens with a . between, at most {MAX_SUBJECT_BYTES} bytes")
+    expect(fits and all(tokens), "subject", f"tokens with a . between, at most {MAX_SUBJECT_BYTES} bytes")
     good = subject.isprintable() and not any(letter in subject for letter in "*> ")
-    _expect(good, "subject", "no *, > or space: a subject to publish to")
-    _expect(subject[0] not in "$_", "subject", "a first letter other than $ and _, which are the broker's")
+    expect(good, "subject", "no *, > or space: a subject to publish to")
+    expect(subject[0] not in "$_", "subject", "a first letter other than $ and _, which are the broker's")
 
 
 def _token(value: str) -> str:
@@ -127,8 +127,3 @@ def _token(value: str) -> str:
 def _address(server: str) -> str:
     address = server.partition("://")[2]
     return address if re.search(r":\d+$", address) else f"{address}:4222"
-
-
-def _expect(good: bool, setting: str, expected: str) -> None:
-    if not good:
-        raise ConfigError(setting, expected)

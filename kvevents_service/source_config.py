@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import expect
 from kvevents_service.sockets import port_above
 
 ENGINES: Final = ("vllm", "sglang", "tensorrt-llm")
@@ -45,33 +45,33 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         self._check_input()
-        _expect(self.engine in ENGINES, "engine", f"one of {', '.join(ENGINES)}")
-        _expect(0 <= self.block_size <= 65536, "block_size", "tokens from 1 to 65536; 0 is unsaid")
+        expect(self.engine in ENGINES, "engine", f"one of {', '.join(ENGINES)}")
+        expect(0 <= self.block_size <= 65536, "block_size", "tokens from 1 to 65536; 0 is unsaid")
         stale = self.stale_after_s is None or 0 < self.stale_after_s < float("inf")
-        _expect(stale, "stale_after_s", "a positive number of seconds")
+        expect(stale, "stale_after_s", "a positive number of seconds")
         for setting, endpoint in (("endpoint", self.endpoint or None), ("replay", self.replay)):
             good = endpoint is None or (endpoint.startswith(SCHEMES) and "\0" not in endpoint)
-            _expect(good, setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
-        _expect(len(self.topic.encode(errors="replace")) <= 512, "topic", "at most 512 bytes of UTF-8")
+            expect(good, setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
+        expect(len(self.topic.encode(errors="replace")) <= 512, "topic", "at most 512 bytes of UTF-8")
         self._check_ranks()
 
     def _check_input(self) -> None:
-        _expect(bool(self.endpoint) != bool(self.input), "endpoint", "one, or an input in its place")
-        _expect(self.record is None or not self.input, "record", "an endpoint to record")
-        _expect(not self.redact or self.record is not None, "redact", "a file to record to")
-        _expect(0 < self.speed < float("inf"), "speed", "a positive number")
-        _expect(self.input is None or isinstance(self.dp_rank, int), "dp_rank", "one rank, as there is one input")
+        expect(bool(self.endpoint) != bool(self.input), "endpoint", "one, or an input in its place")
+        expect(self.record is None or not self.input, "record", "an endpoint to record")
+        expect(not self.redact or self.record is not None, "redact", "a file to record to")
+        expect(0 < self.speed < float("inf"), "speed", "a positive number")
+        expect(self.input is None or isinstance(self.dp_rank, int), "dp_rank", "one rank, as there is one input")
 
     def _check_ranks(self) -> None:
         expected = f"a rank from 0 to {MAX_RANK}, or a range of at most {MAX_RANKS} as 0-3"
         if isinstance(self.dp_rank, int):
-            _expect(0 <= self.dp_rank <= MAX_RANK, "dp_rank", expected)
+            expect(0 <= self.dp_rank <= MAX_RANK, "dp_rank", expected)
             return
         ranks = self.ranks
-        _expect(0 < len(ranks) <= MAX_RANKS, "dp_rank", expected)
+        expect(0 < len(ranks) <= MAX_RANKS, "dp_rank", expected)
         for setting, endpoint in (("endpoint", self.endpoint), ("replay", self.replay)):
             fits = endpoint is None or port_above(endpoint, ranks[-1]) is not None
-            _expect(fits, setting, f"tcp://HOST:PORT, as dp_rank is a range, with PORT + {ranks[-1]} below 65536")
+            expect(fits, setting, f"tcp://HOST:PORT, as dp_rank is a range, with PORT + {ranks[-1]} below 65536")
 
     @property
     def ranks(self) -> range:
@@ -92,8 +92,3 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         endpoint = port_above(self.endpoint, rank) or self.endpoint
         record = None if self.record is None else f"{self.record}.{rank}"
         return msgspec.structs.replace(self, dp_rank=rank, endpoint=endpoint, replay=replay, record=record)
-
-
-def _expect(good: bool, setting: str, expected: str) -> None:
-    if not good:
-        raise ConfigError(setting, expected)

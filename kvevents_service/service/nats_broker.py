@@ -202,7 +202,7 @@ async def connect(config: NatsConfig, known: Credentials, publisher_id: str) -> 
             async with asyncio.timeout(2 * CONNECT_S):
                 await client.connect(
                     [*config.servers], allow_reconnect=False, connect_timeout=int(CONNECT_S), error_cb=told,
-                    max_reconnect_attempts=1, reconnect_time_wait=0.1, name="kvevents", **known.options,
+                    max_reconnect_attempts=1, reconnect_time_wait=0, name="kvevents", **known.options,
                 )  # fmt: skip
         broker = Broker(config, client, publisher_id)
         await broker.prepare()
