@@ -24,5 +24,5 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
     $PIP "torch==$TORCH_CPU"
 fi
 say "installing kvevents-service and its test tools"
-$PIP -e '.[offload,top,dev]' 2> >(grep -v "is ignored: it is neither" >&2)
+$PIP -e '.[offload,top,nats,dev]' 2> >(grep -v "is ignored: it is neither" >&2)
 say "ready: .venv/bin/kvevents"
