@@ -142,6 +142,7 @@ def test_the_table_of_bounds_is_the_source() -> None:
         "sessions": str(engines.MAX_SESSIONS),
         "groups": str(groups.MAX_GROUPS),
         "ranks of an engine": str(handshake.MAX_RANKS),
+        "tokens of a block": str(groups.MAX_BLOCK_SIZE),
         "hash width": f"{sidecar.HASH_BYTES.start} to {sidecar.HASH_BYTES.stop - 1} bytes",
         "blocks waiting to be stored": str(limits.max_pending_blocks),
         "offers, finished and preempted requests of a step": f"{control.MAX_STEP_ITEMS} each",
@@ -446,6 +447,47 @@ def test_one_namespace_at_a_time(sidecar: dict[str, Any], engine: Engine) -> Non
 def test_elements_at_the_end_are_ignored(engine: Engine) -> None:
     assert engine.hello([*HELLO, {"new": True}])[0] == "welcome"
     assert engine.ask([*LOOKUP, "new"])[:2] == ["hit", 2]
+
+
+def test_elements_with_a_default_are_left_out_and_a_float_may_be_an_integer(engine: Engine) -> None:
+    short = [[0, "full_attention", BLOCK_TOKENS]], [[BLOCKS * BLOCK_BYTES]], *HELLO[8:9]
+    assert engine.hello([*HELLO[:6], *short])[0] == "welcome"
+    assert engine.ask(["lookup", 2, "req-2", b"", 10]) == ["hit", 2, 0, None]
+
+
+def test_descriptors_ride_on_any_byte_of_the_hello(engine: Engine) -> None:
+    data = frame(HELLO)
+    engine.socket.sendall(data[:-1])
+    engine.socket.sendmsg([data[-1:]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [engine.fd]))])
+    assert engine.receive()[0] == "welcome"
+
+
+UNDESCRIBED: dict[str, list[Any]] = {
+    "bad_lengths": [*OFFER[:3], int32s(TOKENS[:-1]), *OFFER[4:]],
+    "bad_tokens": [*OFFER[:3], int32s([-1, *TOKENS[1:]]), *OFFER[4:]],
+    "bad_hash": [*OFFER[:5], b"short", *OFFER[6:]],
+    "bad_extra_keys": [*OFFER[:8], [[{"a": "map"}], None, None], None],
+    "bad_inner": [*OFFER[:9], [[0, 1, HASHES[0]]]],
+}
+
+
+@pytest.mark.parametrize("reason", UNDESCRIBED)
+def test_an_offer_that_cannot_be_described_is_declined_and_the_rest_of_the_step_is_not(
+    engine: Engine, reason: str
+) -> None:
+    engine.hello(changed(4, reason))
+    before = stats(engine)[4][f"declined_{reason}"]
+    assert engine.ask(["step", 1, [UNDESCRIBED[reason], OFFER]]) == ["step_done", 1, 3, 0, 3]
+    assert stats(engine)[4][f"declined_{reason}"] - before == 3
+
+
+@pytest.mark.parametrize("ids", [[3, 4], [3, 4, 5, 0]])
+def test_a_load_whose_ids_do_not_fit_its_hit_is_a_load_of_0(engine: Engine, ids: list[int]) -> None:
+    engine.hello(changed(4, f"loads into {ids}"))
+    stored(engine)
+    hit = engine.ask(LOOKUP)
+    assert hit[2] == 3
+    assert engine.ask(["load", 3, "req-2", hit[3], int32s(ids), 3]) == ["loaded", 3, 0]
 
 
 def test_an_observer_only_looks(engine: Engine) -> None:
