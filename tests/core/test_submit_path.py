@@ -178,7 +178,9 @@ def test_nothing_is_called_for_each_block() -> None:
 def test_the_snapshot_is_the_offers_own_bytes(kind: str) -> None:
     step = arrived(prompt(SMALL))
     commands = to_the_announcement(open_tier(group(kind, SMALL)), step)
-    for meta in (*(run.meta for run in runs_of(commands)), *announced(commands)):
+    metas = [*(run.meta for run in runs_of(commands)), *announced(commands)]
+    assert len(metas) == 2
+    for meta in metas:
         assert meta.token_ids is step.offers[0].token_ids
         assert meta.block_hashes is step.offers[0].block_hashes
 

@@ -63,7 +63,9 @@ def test_there_is_no_tail(fine_tokens: int, confirmed: int) -> None:
     planner = make_planner()
     planner.admit(view_of(40, fine_tokens), [[5, 6, 7], [None, None, None]])
     planner.finish("r", confirmed)
-    assert all(offer.block_hashes and offer.inner is None for offer in offers_of(planner))
+    offers = offers_of(planner)
+    assert offers
+    assert all(offer.block_hashes and offer.inner is None for offer in offers)
 
 
 def test_what_is_planned_is_served() -> None:

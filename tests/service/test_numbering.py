@@ -84,7 +84,7 @@ def test_a_link_in_place_of_the_new_file_is_not_followed(tmp_path: Path) -> None
     store = SequenceStore(tmp_path)
     (tmp_path / "elsewhere").write_text("precious")
     (tmp_path / "next-seq.new").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="symbolic links"):
         store.cover(0)
     assert (tmp_path / "elsewhere").read_text() == "precious"
     crash(store)

@@ -70,7 +70,7 @@ def test_every_byte_arrives_and_nothing_else_changes(
 def test_a_copy_that_leaves_its_memory_is_refused(one: GpuWorld) -> None:
     memory, arena = one.attach(), HostArena(SLOTS, BLOCK_BYTES)
     for blocks, slots in (([BLOCKS], [0]), ([0], [SLOTS]), ([-1], [0])):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"(blocks|slots) from -?\d+ to -?\d+, of"):
             arena.load(memory, numbered(blocks), numbered(slots))
 
 
@@ -136,7 +136,7 @@ def test_a_sticky_error_is_the_end_of_the_device(
         with pytest.raises(DeviceFailed, match="700"):
             verb(memory, numbered([2]), numbered([2]))
     assert one.library.calls.total() == calls
-    assert "has failed" in repr(memory.device) or "700" in repr(memory.device)
+    assert "700" in repr(memory.device)
     assert sum("misses from now on" in record.message for record in caplog.records) == 1
     memory.close()
 

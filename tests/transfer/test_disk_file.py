@@ -75,9 +75,11 @@ def test_both_ways_lead_to_one_file(tmp_path: Path) -> None:
     file = nameless_file(str(tmp_path), direct=True)
     file.take(1 << 16)
     os.pwrite(file.fd, b"x" * 4096, 4096)
-    if file.direct_fd is not None:
-        assert os.path.sameopenfile(file.fd, file.direct_fd)
-        assert not os.get_inheritable(file.direct_fd)
+    direct = file.direct_fd
+    if direct is None:
+        pytest.skip("this file system has no direct I/O")
+    assert os.path.sameopenfile(file.fd, direct)
+    assert not os.get_inheritable(direct)
     file.close()
 
 
