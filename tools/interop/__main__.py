@@ -83,6 +83,8 @@ def main() -> int:
     asked = [kind for kind in kinds(options.directory.resolve()) if _chosen(kind.name, options.consumer)]
     if options.large:
         asked = [kind for kind in asked if kind.real]
+    if not asked:
+        parser.error("argument --consumer: expected a part of the name of one")
     all_ok = True
     for scenario in LARGE_SCENARIOS if options.large else SCENARIOS:
         if _chosen(scenario.name, options.scenario):

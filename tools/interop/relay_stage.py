@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from consumer import Endpoints, Kind
-from processes import Child, free_port, loopback
+from consumer import Kind
+from processes import free_port, loopback
+from served import Served
 from stage import SEED, Stage
 from truth import NAME_BYTES, Held
 from vllm_engine import BLOCK_SIZE
@@ -25,7 +24,7 @@ DRIVER = Path(__file__).with_name("vllm_engine.py")
 
 
 class EngineHome(NamedTuple):
-    """Where oracle/setup_engine.sh put an engine and make_tiny_model.py a model."""
+    """The parts of the directory that `--engine` names."""
 
     python: Path
     model: Path
@@ -87,40 +86,17 @@ class VllmEngine:
             process.communicate()
 
 
-class RelayProcess:
-    """`kvevents relay` as a process, with one output per dialect."""
+class RelayProcess(Served):
+    """`kvevents relay` of an engine, with one output per dialect."""
 
     def __init__(self, directory: Path, engine: VllmEngine, kinds: Sequence[Kind]) -> None:
-        self.directory = directory
-        self.outputs = {kind.dialect: Endpoints(loopback(free_port()), loopback(free_port())) for kind in kinds}
-        self.config = directory / "relay.toml"
-        self.config.write_text(self._toml(engine, {kind.dialect: kind.topic for kind in kinds}))
-        self._child: Child | None = None
-
-    def _toml(self, engine: VllmEngine, topics: dict[str, str]) -> str:
-        lines = [f'state_dir = "{self.directory / "state"}"', "heartbeat_s = 0.5", "[[sources]]"]
-        lines += [f'endpoint = "{loopback(engine.pub)}"', f'replay = "{loopback(engine.replay)}"', 'topic = "kv"']
-        for dialect, topic in topics.items():
-            pub, replay, _ = self.outputs[dialect]
-            lines += ["[[outputs]]", f'pub = "{pub}"', f'replay = "{replay}"']
-            lines += [f'dialect = "{dialect}"', f'topic = "{topic}"']
-        return "\n".join(lines) + "\n"
-
-    def start(self) -> None:
-        arguments: list[str | Path] = [sys.executable, "-m", "kvevents_service", "relay", "--config", self.config]
-        log = self.directory / "relay.log"
-        said = log.stat().st_size if log.exists() else 0
-        child = self._child = Child(arguments, log, os.environ)
-        child.wait_until(lambda: b'"ready":true' in log.read_bytes()[said:])
-
-    def kill(self) -> None:
-        """kill -9."""
-        assert self._child is not None, "started before it is killed"
-        self._child.kill()
-
-    def stop(self) -> None:
-        if self._child is not None:
-            self._child.stop()
+        settings = [f'state_dir = "{directory / "state"}"', "heartbeat_s = 0.5", "[[sources]]"]
+        settings += [
+            f'endpoint = "{loopback(engine.pub)}"',
+            f'replay = "{loopback(engine.replay)}"',
+            'topic = "kv"',
+        ]
+        super().__init__("relay", directory, {kind.dialect: kind.topic for kind in kinds}, settings)
 
 
 class RelayStage(Stage):
