@@ -1,6 +1,6 @@
 """What one publisher has, read from NATS JetStream: its snapshot, then the stream from there on.
 
-python examples/nats_reader.py nats://127.0.0.1:4222 KVEVENTS kv.my-model.pod-1.0
+    python examples/nats_reader.py nats://127.0.0.1:4222 KVEVENTS kv.my-model.pod-1.0
 
 Prints how many blocks are known, a line a change. The recipe is `NatsReader`; docs/nats.md explains it.
 """
@@ -127,8 +127,12 @@ def payloads(data: bytes) -> list[bytes]:
     return found
 
 
+async def say(error: Exception) -> None:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+
 async def main(server: str, stream: str, subject: str) -> None:
-    client = await nats.connect(server)
+    client = await nats.connect(server, error_cb=say)
     reader = NatsReader(client.jetstream(), stream, subject)
     reading = asyncio.create_task(reader.run())
     known = None
@@ -140,5 +144,7 @@ async def main(server: str, stream: str, subject: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     with suppress(KeyboardInterrupt):
         asyncio.run(main(*sys.argv[1:4]))

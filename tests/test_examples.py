@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+import pytest
+
 from kvevents_service.engine.trace import prompt_tokens, read_trace
 
 ROOT = Path(__file__).parents[1]
@@ -66,3 +68,13 @@ def test_the_router_finds_the_pod_that_served_a_prompt(tmp_path: Path) -> None:
                     assert time.monotonic() < deadline, answer
                 assert answer == {"pod": name, "tokens": answer["tokens"], "media": {"CPU": answer["tokens"]}}
             assert ask(router, [1] * 100) == {"pod": None, "tokens": 0, "media": {}}
+
+
+@pytest.mark.parametrize("name", ["router.py", "nats_reader.py"])
+def test_an_example_without_its_arguments_says_how_it_is_called(name: str) -> None:
+    if name == "nats_reader.py":
+        pytest.importorskip("nats", reason="nats-py is not installed (extra: nats)")
+    path = str(ROOT / "examples" / name)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"    python examples/{name} " in done.stderr

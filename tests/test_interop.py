@@ -38,3 +38,7 @@ def test_rows_that_need_an_engine_are_left_out_and_that_is_said(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False, cwd=ROOT, text=True)
     assert (done.returncode, done.stdout) == (0, "")
     assert "5 rows with a real vLLM engine are left out: --engine DIR" in done.stderr
+
+
+def test_a_consumer_that_is_none_is_refused(tmp_path: Path) -> None:
+    assert interop(tmp_path, "nobody") == (2, [])

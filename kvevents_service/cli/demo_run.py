@@ -166,7 +166,7 @@ class DemoRun:
                 if not ready and code == EXIT_CONFIG:
                     if not self._ready.is_set() and self._choose_endpoints():
                         continue  # somebody took a port between our look and the sidecar's
-                    raise SidecarGone("the sidecar cannot start with these settings")
+                    raise SidecarGone("the sidecar did not start, for the reason above")
                 self.say(f"sidecar: pid {sidecar.process.pid} ended with {code}; starting it again")
         raise SidecarGone(f"the sidecar ended {MAX_RESTARTS + 1} times")
 
