@@ -182,6 +182,18 @@ def test_the_real_commands_have_tables() -> None:
         assert doc_tables.table(doc_tables.click_command(name)).count("\n| `--") > 5
 
 
+def test_a_file_that_is_named_is_there(root: Path) -> None:
+    for place in ("core/pool.py", "kvevents_service/core/tier.py", "docs/run.sh"):
+        target = root / (f"kvevents_service/{place}" if place.startswith("core") else place)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+    text = "`core/pool.py`, `kvevents_service/core/tier.py`,\n`docs/run.sh`, `pool.py`, `a/b.rs`, core/gone.py"
+    assert list(check_docs.path_faults(PAGE, text, root)) == []
+    assert list(check_docs.path_faults(PAGE, f"{text}\n`core/gone.py`", root)) == [
+        "docs/page.md:3: no core/gone.py"
+    ]
+
+
 def test_all_pages_are_read_and_hidden_ones_are_not(root: Path) -> None:
     (root / ".venv").mkdir()
     (root / ".venv" / "x.md").touch()

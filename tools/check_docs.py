@@ -11,7 +11,8 @@ What is checked:
   every *.md             tables between <!-- flags:COMMAND --> and <!-- /flags --> are those of the commands
   every *.md             the tables between <!-- dialects --> and <!-- /dialects -->, and likewise of metrics and
                          settings, are what the code has
-  every *.md             relative links and #anchors lead to a file and a heading
+  every *.md             relative links and #anchors lead to a file and a heading; `folder/file.py` and its like in
+                         running text are files of the tree, or of the package
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ CHEAP = re.compile(
 _FENCE = re.compile(r"^(```+|~~~+) *([\w-]*)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)|^\[[^\]]+\]: *(\S+)", re.MULTILINE)
+
+_NAMED_FILE = re.compile(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md|toml|yaml|jsonl?))`")
+PACKAGE = "kvevents_service"
 
 
 class Block(NamedTuple):
@@ -230,6 +234,14 @@ def target_faults(place: str, page: Path, target: str) -> Iterator[str]:
         yield f"{place}: no heading #{anchor} in {file.name}"
 
 
+def path_faults(path: Path, text: str, root: Path = ROOT) -> Iterator[str]:
+    """Files that the text names and that are not there."""
+    for match in _NAMED_FILE.finditer(text):
+        if not any((root / base / match[1]).exists() for base in ("", path.parent, PACKAGE)):
+            line = text.count("\n", 0, match.start()) + 1
+            yield f"{path}:{line}: no {match[1]}"
+
+
 # all of it
 
 
@@ -251,6 +263,7 @@ def faults(root: Path = ROOT) -> Iterator[str]:
     for path in pages(root):
         text = (root / path).read_text(encoding="utf-8")
         yield from link_faults(path, text, root)
+        yield from path_faults(path, text, root)
         yield from table_faults(path, text)
         if runs(path):
             sys.stderr.write(f"check_docs: {path}\n")
