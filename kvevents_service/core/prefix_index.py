@@ -21,6 +21,7 @@ from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.holders import Held, Holder, Orphan, Shelf, held_by_hash, held_by_key
 from kvevents_service.core.residency import key64
 from kvevents_service.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
+from kvevents_service.wire.extra_keys import is_deep
 from kvevents_service.wire.media import canonical_medium
 
 MAX_ORPHANS: Final = 65_536
@@ -119,7 +120,7 @@ class BlockIndex:
             return "other_groups"
         blocks, extra = len(event.block_hashes), event.extra_keys
         whole = event.block_size > 0 and len(event.token_ids) == blocks * event.block_size
-        return "" if whole and (not extra or len(extra) == blocks) else "malformed"
+        return "" if whole and (not extra or (len(extra) == blocks and not is_deep(extra))) else "malformed"
 
     def _chain(self, holder: Holder, event: BlockStored, data: bytes) -> None:
         """Take the blocks of one store, each behind the one before it."""

@@ -17,6 +17,7 @@ from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.core.residency import key64
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.events import BlockHash, BlockStored
+from kvevents_service.wire.extra_keys import is_deep
 from kvevents_service.wire.hashes import WORD_BYTES
 
 MAX_HASH_BYTES: Final = 64
@@ -27,7 +28,7 @@ def stored_meta(event: BlockStored, group: GroupSpec, medium: str, *, inner: boo
     """The run of a store; None for what cannot be described (I7): nothing is announced of it then."""
     blocks, extra = len(event.block_hashes), event.extra_keys or None
     whole = blocks > 0 and event.block_size > 0 and len(event.token_ids) == blocks * event.block_size
-    if not whole or (extra is not None and len(extra) != blocks):
+    if not whole or (extra is not None and (len(extra) != blocks or is_deep(extra))):
         return None
     tokens, names = packed(event.token_ids), packed_hashes(event.block_hashes)
     before = event.parent_block_hash

@@ -6,23 +6,45 @@ an integer (an image's hash and its offset). One item of any other shape and the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from hashlib import sha256
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 import msgspec
+
+MAX_DEPTH: Final = 32
+_NESTED: Final = (list, tuple, dict)
 
 
 def plain_extra_keys(extra_keys: list[Any] | None) -> list[list[object] | None] | None:
     """One entry per block, its items plain; an item of another shape is said as the hex SHA-256 of its MessagePack.
+    An entry that is no list is its only item.
 
     Told apart is what matters to a router: blocks with unequal items keep unequal items.
     """
-    return None if extra_keys is None else [entry and _plain_entry(entry) for entry in extra_keys]
+    return None if extra_keys is None else [None if entry is None else _plain_entry(entry) for entry in extra_keys]
 
 
-def _plain_entry(entry: Iterable[object]) -> list[object]:
-    return [item if _is_plain(item) else sha256(msgspec.msgpack.encode(item)).hexdigest() for item in entry]
+def is_deep(extra_keys: list[Any]) -> bool:
+    """Whether anything in them is nested over MAX_DEPTH levels.
+
+    How much a decoder takes is the interpreter's affair, and more than there is stack for to take it apart.
+    """
+    level: list[object] = extra_keys
+    for _ in range(MAX_DEPTH):
+        level = [item for value in level if isinstance(value, _NESTED) for item in _inside(value)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Any:
+    return chain(value, value.values()) if isinstance(value, dict) else value
+
+
+def _plain_entry(entry: object) -> list[object]:
+    items = entry if isinstance(entry, list | tuple) else (entry,)
+    return [item if _is_plain(item) else sha256(msgspec.msgpack.encode(item)).hexdigest() for item in items]
 
 
 def _is_plain(item: object) -> bool:

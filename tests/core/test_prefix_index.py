@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterable
+from functools import reduce
 
 import pytest
 from hypothesis import given
@@ -232,6 +233,7 @@ class TestStoresLeftOut:
             store([1], []),
             store([1], [1, 1], block_size=0),
             store([1], [1, 1], extra_keys=[None, None]),
+            store([1], [1, 1], extra_keys=[reduce(lambda inner, _: [inner], range(40), None)]),
             store([1], [1, 2**40]),
         ],
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path as File
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from wire.wire_vectors import load
 
 from core.engine_model import BLOCK_SIZE, digest, in_form, key, stored
@@ -18,10 +21,12 @@ from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Removed
 from kvevents_service.core.residency import Residency, Shelf, keys64
 from kvevents_service.core.source import SourceLimits, StreamSource
 from kvevents_service.wire.codec import decode_batch
+from kvevents_service.wire.dialects import DIALECTS
 from kvevents_service.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 from kvevents_service.wire.media import canonical_medium
 
 CLEAR = AllBlocksCleared()
+DEEP = reduce(lambda inner, _: [inner], range(40), None)
 A, AB, ABC, AC = (0,), (0, 1), (0, 1, 1), (0, 2)
 VECTORS = [vector for vector in load("layouts.jsonl") + load("vllm-0.33-*.jsonl") if vector.payload]
 
@@ -168,6 +173,7 @@ def test_a_router_sees_the_value_that_the_source_itself_would_give(
         {"block_hashes": [b""]},
         {"block_hashes": [bytes(65)]},
         {"extra_keys": [None, None]},
+        {"extra_keys": [DEEP]},
         {"group_idx": 255},
         {"group_idx": -1},
         {"parent_block_hash": b""},
@@ -178,6 +184,20 @@ def test_what_cannot_be_described_is_counted(change: dict[str, object]) -> None:
     assert source.apply([msgspec.structs.replace(stored(A), **change)]) == ()
     assert source.stats()["malformed"] == 1
     assert said(source.apply([stored(A)])) == [plus(A)]
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers(0, 9) | st.text(max_size=2) | st.binary(max_size=2), st.lists, max_leaves=5
+    )
+)
+def test_extra_keys_of_any_shape_are_said_in_every_dialect(entry: object) -> None:
+    announcements = StreamSource().apply([msgspec.structs.replace(stored(A), extra_keys=[entry])])
+    for name, dialect in DIALECTS.items():
+        (told,) = decode_batch(Encoding(name).encode(announcements, 1.0)).batch.events or [stored(A)]
+        assert isinstance(told, BlockStored)
+        if dialect.plain_extra_keys and dialect.says("extra_keys") and entry is not None:
+            assert isinstance(told.extra_keys[0], list)
 
 
 def test_a_circle_of_parents_is_broken() -> None:

@@ -248,13 +248,14 @@ def test_text_that_is_not_utf8_is_refused() -> None:
     assert refusal(payload).field == "events[0]"
 
 
-@pytest.mark.parametrize("depth", [50, 1_000, 100_000])
-def test_deep_nesting_is_decoded_or_refused(depth: int) -> None:
+@pytest.mark.parametrize(("depth", "decodes"), [(50, {True}), (1_000, {True, False}), (100_000, {False})])
+def test_deep_nesting_is_decoded_or_refused(depth: int, decodes: set[bool]) -> None:
+    """How deep is too deep is the interpreter's: Python 3.12 has more stack for C than 3.11."""
     nested = b"\x91" * depth + b"\xc0"
     for start in (b"", pack([1.5, [], 0, None, 0])[:-1], b"\x92\xcb" + bytes(8) + b"\x91"):
         decodes_or_refuses(start + nested)
     whole = pack([1.5, [STORED | {"extra_keys": [0]}], 0])
-    assert decodes_or_refuses(whole[:-2] + nested + whole[-1:]) == (depth == 50)
+    assert decodes_or_refuses(whole[:-2] + nested + whole[-1:]) in decodes
 
 
 def test_a_payload_over_the_limit_is_refused_unread() -> None:
