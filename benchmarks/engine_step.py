@@ -17,11 +17,10 @@ from benchmarks.harness import (
     Chain,
     Spread,
     StepCase,
-    ask_peer_steps,
     make_chain,
     note,
-    report,
-    stage_total,
+    report_steps,
+    worst_of,
 )
 from benchmarks.served import engine, observer, sidecar, wait_idle
 from kvevents_service.engine.client import OffloadClient
@@ -150,19 +149,14 @@ def main() -> None:
         spreads[case.name] = Spread.of([run.total / case.blocks * 1e6 for run in runs])
         shares[case.name] = parts(runs, case.blocks)
         note(f"{case.name}: {spreads[case.name]} us/block")
-    peers = {name: stage_total(peer, PEER_STAGES) for name, peer in ask_peer_steps().items()}
-    worst = max(spreads, key=lambda name: spreads[name].median)
-    report(
+    peer = "prepare + complete + take_events"
+    report_steps(
         "engine_step",
-        spreads[worst],
-        "us/block",
+        spreads,
         TARGET_US,
-        peer="vLLM 0.33 SimpleCPUOffloadScheduler: prepare + complete + take_events" if peers else None,
-        peer_value=peers.get(worst),
-        case=worst,
-        cases={name: spread.median for name, spread in spreads.items()},
-        peer_cases=peers or None,
-        parts=shares[worst],
+        PEER_STAGES,
+        peer,
+        parts=shares[worst_of(spreads)],
         cpu_cases={name: part["cpu"] for name, part in shares.items()},
     )
 

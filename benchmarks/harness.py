@@ -148,3 +148,27 @@ def ask_peer_steps() -> dict[str, dict[str, list[float]]]:
 def stage_total(peer: dict[str, list[float]], stages: Sequence[str]) -> float:
     """Median over the runs of the sum of these stages."""
     return statistics.median(map(sum, zip(*(peer[stage] for stage in stages), strict=True)))
+
+
+def report_steps(
+    bench: str, spreads: dict[str, Spread], target: float, stages: Sequence[str], peer: str, **extras: Any
+) -> None:
+    """The result line of the worst case, us per block, beside the sum of the peer's `stages`."""
+    peers = {name: stage_total(costs, stages) for name, costs in ask_peer_steps().items()}
+    worst = worst_of(spreads)
+    report(
+        bench,
+        spreads[worst],
+        "us/block",
+        target,
+        peer=f"vLLM 0.33 SimpleCPUOffloadScheduler: {peer}" if peers else None,
+        peer_value=peers.get(worst),
+        case=worst,
+        cases={name: spread.median for name, spread in spreads.items()},
+        peer_cases=peers or None,
+        **extras,
+    )
+
+
+def worst_of(spreads: dict[str, Spread]) -> str:
+    return max(spreads, key=lambda name: spreads[name].median)

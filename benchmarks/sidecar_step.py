@@ -18,11 +18,9 @@ from benchmarks.harness import (
     WARM_UP,
     Spread,
     StepCase,
-    ask_peer_steps,
     make_chain,
     note,
-    report,
-    stage_total,
+    report_steps,
 )
 from kvevents_service.cli.serve import GC_THRESHOLD
 from kvevents_service.core.announce import to_event
@@ -137,18 +135,13 @@ def main() -> None:
         spreads[case.name] = Spread.of([watch.total / case.blocks * 1e6 for watch in watches])
         stages[case.name] = shares(watches)
         note(f"{case.name}: {spreads[case.name]} us/block")
-    peers = {name: stage_total(peer, PEER_STAGES) for name, peer in ask_peer_steps().items()}
-    worst = max(spreads, key=lambda name: spreads[name].median)
-    report(
+    peer = "prepare + complete + take_events, + encode"
+    report_steps(
         "sidecar_step",
-        spreads[worst],
-        "us/block",
+        spreads,
         TARGET_US,
-        peer="vLLM 0.33 SimpleCPUOffloadScheduler: prepare + complete + take_events, + encode" if peers else None,
-        peer_value=peers.get(worst),
-        case=worst,
-        cases={name: spread.median for name, spread in spreads.items()},
-        peer_cases=peers or None,
+        PEER_STAGES,
+        peer,
         shares=stages,
     )
 

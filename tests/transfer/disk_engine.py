@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvevents_service.engine.layout import SharedMemory, uniform_layers
+from kvevents_service.transfer.arena import BlocksLost
 from kvevents_service.transfer.disk import DiskStorage
+from kvevents_service.transfer.disk_arena import DiskArena
 from kvevents_service.transfer.memory import attach
 from kvevents_service.wire.control import Memory
 
@@ -65,3 +67,17 @@ def instead(storage: DiskStorage, path: str, flags: int = os.O_RDWR) -> Iterator
             os.dup2(own, number, inheritable=False)
         for fd in (other, *kept):
             os.close(fd)
+
+
+def lost_of(arena: DiskArena, engine: Engine, *slots: int) -> list[int]:
+    """Slots that a load says are lost; else every one of these has what was stored.
+
+    It goes into the engine's last blocks; what was stored came from those of the slots' own numbers.
+    """
+    places = ints(*range(engine.blocks - len(slots), engine.blocks))
+    try:
+        arena.load(engine.memory, places, ints(*slots))
+    except BlocksLost as error:
+        return error.slots.tolist()
+    assert [engine[place] for place in places] == [engine[slot] for slot in slots]
+    return []

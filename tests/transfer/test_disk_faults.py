@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from disk_engine import SECTORS, Engine, instead, ints
+from disk_engine import SECTORS, Engine, instead, ints, lost_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -50,17 +50,6 @@ def arena(storage: DiskStorage, engine: Engine) -> DiskArena:
 def errors(storage: DiskStorage) -> dict[str, int]:
     """What was counted, by kind."""
     return {key[12:]: count for key, count in storage.stats().items() if count and key.startswith("disk_errors_")}
-
-
-def lost_of(arena: DiskArena, engine: Engine, *slots: int) -> list[int]:
-    """Slots that a load says are lost; else every one of these has what was stored."""
-    places = ints(*range(SLOTS, SLOTS + len(slots)))
-    try:
-        arena.load(engine.memory, places, ints(*slots))
-    except BlocksLost as error:
-        return error.slots.tolist()
-    assert [engine[place] for place in places] == [engine[slot] for slot in slots]
-    return []
 
 
 # bytes that are gone

@@ -11,7 +11,7 @@ from threading import Event
 
 import msgspec
 import pytest
-from disk_engine import SECTORS, Engine, instead, ints
+from disk_engine import SECTORS, Engine, instead, ints, lost_of
 from kept_blocks import FULL, LAYOUT, WINDOW, chain, facts, hash_of, inner, parents_come_first
 
 from kvevents_service.core.metadata import StoreRun
@@ -19,7 +19,6 @@ from kvevents_service.errors import ConfigError
 from kvevents_service.transfer import disk_index
 from kvevents_service.transfer.arena import BlocksLost
 from kvevents_service.transfer.disk import BLOCKS_NAME, INDEX_NAME, DiskStorage
-from kvevents_service.transfer.disk_arena import DiskArena
 from kvevents_service.transfer.disk_index import HEADER_BYTES, read_index
 from kvevents_service.transfer.disk_layout import KeptLayout
 from kvevents_service.transfer.disk_record import entry_bytes
@@ -48,16 +47,6 @@ class Tier:
     def end(self) -> None:
         self.storage.close()
         self.engine.close()
-
-
-def lost_of(arena: DiskArena, engine: Engine, *slots: int) -> list[int]:
-    places = ints(*range(SLOTS, SLOTS + len(slots)))
-    try:
-        arena.load(engine.memory, places, ints(*slots))
-    except BlocksLost as error:
-        return error.slots.tolist()
-    assert [engine[place] for place in places] == [engine[slot] for slot in slots]
-    return []
 
 
 def run(meta, *slots: int, inner=()) -> StoreRun:
