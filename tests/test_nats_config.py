@@ -97,7 +97,7 @@ def test_without_nats_py_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
     config = ServeConfig(pub="tcp://127.0.0.1:0", replay=None, nats=(NatsConfig(servers=(LOCAL,), subject="kv.m"),))
     context: zmq.Context = zmq.Context()
     try:
-        with pytest.raises(ConfigError, match=r"pip install 'kvevents-service\[nats\]'"):
+        with pytest.raises(ConfigError, match=r"pip install '\.\[nats\]'"):
             bind_events(context, config, None)
     finally:
         context.destroy(linger=0)

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvevents_service.cli.findings import Finding, ok, problem, warning
 from kvevents_service.config import ServeConfig
+from kvevents_service.errors import install
 from kvevents_service.sizes import size_text
 
 MIN_SHM_BYTES: Final = 1 << 30
@@ -129,7 +130,7 @@ def _files(machine: Machine) -> Finding:
 def _cuda(machine: Machine) -> Finding:
     torch, gpus = _torch_version(), machine.gpus
     if torch is None:
-        return problem("torch", "not installed: serve cannot start", "pip install 'kvevents-service[offload]'")
+        return problem("torch", "not installed: serve cannot start", install("offload"))
     if not gpus:
         return ok("cuda", f"no NVIDIA device; torch {torch}: copies stay on the CPU")
     if "+cpu" in torch:

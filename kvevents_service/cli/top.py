@@ -20,7 +20,7 @@ from kvevents_service.cli.render import escape, plural
 from kvevents_service.cli.sidecar_state import DEFAULT_URL, State, state_of
 from kvevents_service.cli.terminal import chat, discard_stdout, moves_cursor, write
 from kvevents_service.cli.top_figures import Figures, figures
-from kvevents_service.errors import ConfigError, SidecarGone
+from kvevents_service.errors import ConfigError, SidecarGone, not_installed
 from kvevents_service.sizes import size_text
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _screen() -> Callable[[list[Row]], None]:
     try:
         from rich.console import Console
     except ImportError:
-        raise ConfigError("rich", "to be installed: pip install 'kvevents-service[top]'") from None
+        raise not_installed("rich", "top") from None
     console = Console(highlight=False)
 
     def show(rows: list[Row]) -> None:

@@ -54,7 +54,8 @@ class NatsOutput:
     ) -> None:
         self.config = config
         self.encoding = encoding
-        self.sent = self.snapshots = self.disconnects = self.snapshots_failed = 0
+        self.published = self.sent = self.snapshots = self.snapshots_failed = 0
+        self.connections = self.disconnects = 0
         self.queue = SendQueue(config.queue_messages, config.queue_bytes, first)
         self.connected = False
         self._known = known
@@ -108,6 +109,7 @@ class NatsOutput:
     async def _serve(self, broker: Broker, renderer: Renderer) -> None:
         """One connection, from its first snapshot to its end."""
         self._snapshot_at, self.connected = None, True
+        self.connections += 1
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._publish(broker))
@@ -140,6 +142,7 @@ class NatsOutput:
             self.queue.lose(1)
             return
         batches = [*takewhile(lambda batch: len(batch.payload) <= broker.largest, batches)]
+        self.published += len(batches)
         taken = await broker.publish(batches)
         settled, lost = outcome(taken)
         self.queue.done(batches[:settled])
@@ -217,11 +220,14 @@ class NatsOutput:
 
     def stats(self) -> dict[str, int]:
         return {
+            "nats_batches_published": self.published,
             "nats_batches_sent": self.sent,
             "nats_batches_dropped": self.queue.dropped,
             "nats_batches_waiting": len(self.queue),
+            "nats_bytes_waiting": self.queue.bytes,
             "nats_snapshots": self.snapshots,
             "nats_snapshots_failed": self.snapshots_failed,
+            "nats_connections": self.connections,
             "nats_disconnects": self.disconnects,
             "nats_connected": int(self.connected),
         }

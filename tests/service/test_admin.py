@@ -22,7 +22,7 @@ LOCAL = "127.0.0.1:0"
 async def get(url: str | None, path: str) -> tuple[str, str, str]:
     """Status line, head and body."""
     reader, writer = await asyncio.open_connection(urlsplit(str(url)).hostname, urlsplit(str(url)).port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     answer = (await reader.read(-1)).decode()
     writer.close()
     head, _, body = answer.partition("\r\n\r\n")
@@ -65,7 +65,15 @@ async def test_the_state_has_short_hashes_and_no_tokens(run, engine) -> None:
     state = json.loads(bodies["/state"])
     (told,) = state["latest"]
     assert told == {
-        **{"seq": 0, "ts": told["ts"], "type": "BlockStored", "medium": "CPU", "group": 0, "blocks": 8},
+        **{
+            "dp_rank": 0,
+            "seq": 0,
+            "ts": told["ts"],
+            "type": "BlockStored",
+            "medium": "CPU",
+            "group": 0,
+            "blocks": 8,
+        },
         "first": chain.hashes[0][-8:-4].hex(),
         "last": chain.hashes[7][-8:-4].hex(),
     }
@@ -83,7 +91,7 @@ async def test_the_live_stream_tells_the_state_again_and_again(run) -> None:
     async with run(admin=LOCAL) as service:
         url = urlsplit(service.ready.admin)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"text/event-stream" in head
         seen = [json.loads((await reader.readuntil(b"\n\n")).partition(b"data: ")[2]) for _ in range(2)]
@@ -100,7 +108,7 @@ async def test_many_pages_leave_room_for_the_probes(run) -> None:
         held = []
         for _ in range(MAX_STREAMS):
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
-            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /live HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
             await reader.readuntil(b"data: ")
             held.append(writer)
         assert service.admin.streams == MAX_STREAMS
