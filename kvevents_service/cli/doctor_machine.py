@@ -175,7 +175,7 @@ def _state_dir(config: ServeConfig) -> Iterator[Finding]:
     try:
         found = os.stat(config.state_dir)
     except FileNotFoundError:
-        yield ok("state_dir", f"{config.state_dir} will be made")
+        yield _unmade(Path(config.state_dir))
         return
     except OSError as error:
         yield problem("state_dir", f"{config.state_dir}: {error.strerror}", "set another state_dir")
@@ -184,3 +184,11 @@ def _state_dir(config: ServeConfig) -> Iterator[Finding]:
     told = f"{config.state_dir} belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
     remedy = f"chown {os.geteuid()} and chmod 700 it, or set another state_dir"
     yield ok("state_dir", told) if good else problem("state_dir", told, remedy)
+
+
+def _unmade(directory: Path) -> Finding:
+    above = next(path for path in (*directory.absolute().parents, Path("/")) if path.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        remedy = f"make {directory} for user {os.geteuid()}, or set another state_dir"
+        return problem("state_dir", f"{directory} cannot be made: {above} is not ours to write", remedy)
+    return ok("state_dir", f"{directory} will be made")
