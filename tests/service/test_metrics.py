@@ -211,6 +211,12 @@ def test_every_panel_of_the_dashboard_is_drawn() -> None:
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
 
 
-@pytest.mark.parametrize("name", ["hit_blocks", "burnt_numbers", "copy_seconds", "event_loop_lag_seconds"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hit_blocks", "burnt_numbers", "copy_seconds", "event_loop_lag_seconds"),
+        *("source_state", "source_age_seconds", "nats_connected", "nats_batches_dropped", "disk_errors"),
+    ],
+)
 def test_what_an_operator_is_paged_for_is_on_the_dashboard(name: str) -> None:
     assert any(f"kvevents_{name}" in query for query in queries())
