@@ -32,6 +32,8 @@ NOTHING_YET: Final = -1
 """The number of a snapshot before the first batch."""
 FLUSH_S: Final = 3.0
 CANCEL_AGAIN_S: Final = 2.0
+PART_AGAIN_S: Final = 0.1
+"""Of what has to be over before the first one is cancelled again."""
 
 
 class NatsOutput:
@@ -90,7 +92,7 @@ class NatsOutput:
             try:
                 await asyncio.wait([trying])
             finally:
-                await _ended(trying)
+                await _ended(trying, again_s=CANCEL_AGAIN_S)
             retry_s = FIRST_RETRY_S if sent != self.sent else min(2 * retry_s, LAST_RETRY_S)
             await asyncio.sleep(retry_s)
 
@@ -110,15 +112,17 @@ class NatsOutput:
         """One connection, from its first snapshot to its end."""
         self._snapshot_at, self.connected = None, True
         self.connections += 1
+        parts = [
+            asyncio.create_task(self._publish(broker)),
+            asyncio.create_task(self._keep_snapshot(broker, renderer)),
+        ]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._publish(broker))
-                tasks.create_task(self._keep_snapshot(broker, renderer))
-        except* BrokerGone as group:
-            raise BrokerGone(str(group.exceptions[0])) from group
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.connected = False
+            await _ended(*parts, again_s=PART_AGAIN_S)  # no TaskGroup: it cancels but once
             await broker.close()
+        await done.pop()
 
     # batches
 
@@ -233,8 +237,12 @@ class NatsOutput:
         }
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Cancelled until it is over: the client takes some cancellations for a timeout."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
+async def _ended(*tasks: asyncio.Task[None], again_s: float) -> None:
+    """Cancelled until they are over: the client takes some cancellations for a timeout."""
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=again_s)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # it is looked at

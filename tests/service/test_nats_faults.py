@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from service.test_nats_output import (
     STREAM,
+    SUBJECT,
     Server,
     agrees,
     output_of,
@@ -23,7 +24,10 @@ from service.test_nats_output import (
 )
 from service.test_recovery import Tier
 
+from kvevents_service.nats_config import NatsConfig
 from kvevents_service.service.app import Service
+from kvevents_service.service.nats_broker import Credentials
+from kvevents_service.service.nats_output import NatsOutput
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
@@ -196,3 +200,44 @@ async def test_a_broker_that_hangs_holds_up_neither_start_nor_end(server: Server
         await stored_under_way(service, tier, range(20))
     server.signal(signal.SIGCONT)
     assert time.monotonic() - began < 15.0, "3 s to see off what waits, and what closing takes"
+
+
+class Swallowing:
+    """A broker whose client takes the first cancellation for a timeout, as nats-py does."""
+
+    is_up, largest = True, 1 << 20
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.swallowed = self.closed = 0
+
+    async def last_place(self) -> int:
+        self.asked.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            self.swallowed += 1
+            if self.swallowed > 1:
+                raise
+        return 0
+
+    async def put_snapshot(self, *_: object) -> None: ...
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class Empty:
+    is_empty = True
+
+
+async def test_a_client_that_swallows_a_cancellation_does_not_outlive_its_output() -> None:
+    config = NatsConfig(servers=("nats://127.0.0.1:1",), subject=SUBJECT)
+    output = NatsOutput(config, Credentials({}), publisher_id="x", encoding=0, first=0, clock=lambda: 0.0)
+    broker = Swallowing()
+    serving = asyncio.create_task(output._serve(broker, Empty()))  # type: ignore[arg-type]
+    await broker.asked.wait()
+    serving.cancel()
+    done, _ = await asyncio.wait([serving], timeout=5.0)
+    assert (len(done), broker.closed, output.connected) == (1, 1, False)
+    assert serving.cancelled()
