@@ -133,6 +133,26 @@ async def test_the_documentation_has_what_is_printed(run, engine, tmp_path: Path
     assert printed == documented()
 
 
+@pytest.mark.skipif(importlib.util.find_spec("nats") is None, reason="nats-py is not installed (extra: nats)")
+async def test_what_waits_for_a_broker_and_what_a_disk_did(run, engine, tmp_path: Path) -> None:
+    nats = (NatsConfig(servers=("nats://127.0.0.1:1",), subject="kv.0"),)
+    async with run(nats=nats, disk_path=str(tmp_path), disk_bytes=4096) as service:
+        mini = await asyncio.to_thread(engine)
+        await asyncio.to_thread(mini.store, make_chain(range(8), 4), [0, 1])
+        service.sidecar._tiers._disk.faults.count("enospc")
+        (output,) = service.events.nats
+        while not output.disconnects:
+            await asyncio.sleep(0.01)
+        said, subject = scraped(Metrics(service.instruments)), (("subject", "kv.0"),)
+        assert said["kvevents_nats_pending_batches", subject] == len(output.queue) > 0
+        assert said["kvevents_nats_pending_bytes", subject] == output.queue.bytes > 100
+        assert said["kvevents_nats_disconnects_total", subject] >= 1
+        for name in ("connected", "connections_total", "batches_acked_total", "batches_published_total"):
+            assert said[f"kvevents_nats_{name}", subject] == 0
+    assert said["kvevents_disk_errors_total", (("kind", "enospc"),)] == 1
+    assert said["kvevents_disk_errors_total", (("kind", "short"),)] == 0
+
+
 async def test_readers_are_counted_as_they_come_and_go(run) -> None:
     async with run() as service:
         (readers,) = service.instruments.outputs()
