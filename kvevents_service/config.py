@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ MAX_COPY_THREADS = 64
 MAX_TOPIC_BYTES = 512
 """A subscription is at most 1 KiB."""
 MIN_HEARTBEAT_S = 0.01
+_HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*", re.ASCII)
 
 
 def default_engine_socket() -> str:
@@ -112,6 +114,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `nats` are outputs on NATS JetStream, besides: see `nats_config`.
     `sources` are engines' own streams to relay, one a rank: see `source_config`.
     `admin` is HOST:PORT for metrics and probes; "auto" takes 127.0.0.1:9470, or any free port where that is taken.
+    `admin_hosts` are names by which it may be asked for, besides localhost and addresses; on an address that other
+    machines reach any name will do if none is said.
     """
 
     engine_socket: str = msgspec.field(default_factory=default_engine_socket)
@@ -148,6 +152,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer_bytes_per_s: float = 268_435_456.0
     stop_s: float = 10.0
     admin: str = ADMIN_AUTO
+    admin_hosts: tuple[str, ...] = ()
     log_level: str = "info"
     log_format: str = "text"
 
@@ -266,6 +271,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (host, disk) if self.host_bytes else (disk,)
 
     def _check_admin(self) -> None:
+        for number, name in enumerate(self.admin_hosts):
+            expect(
+                _HOST_NAME.fullmatch(name) is not None, f"admin_hosts[{number}]", "a host's name, without a port"
+            )
         if self.admin in (ADMIN_AUTO, ADMIN_OFF):
             return
         expect(_is_text(self.admin) and _is_path(self.admin), "admin", "HOST:PORT, auto or off")

@@ -18,6 +18,8 @@ from zmq.utils import z85
 from kvevents_service.errors import ConfigError
 
 Z85_LETTERS: Final = 40
+SECRET_COMMENT: Final = "# kvevents secret key"
+"""A secret file as `kvevents keygen` makes it begins so: a secret key looks like a public one."""
 MAX_FILE_BYTES: Final = 1 << 20
 _WRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
 
@@ -66,7 +68,10 @@ class AllowedKeys:
         self._names = _names(path, setting)
 
     def __repr__(self) -> str:
-        return f"<AllowedKeys {len(self._names)} of {self.path}>"
+        return f"<AllowedKeys {len(self)} of {self.path}>"
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def __contains__(self, key: bytes) -> bool:
         version = self._versions()
@@ -90,7 +95,10 @@ class AllowedKeys:
 
 
 def _names(path: str, setting: str) -> dict[bytes, str]:
-    lines = [line.split(maxsplit=1) for line in _text(path, setting, private=False).splitlines()]
+    text = _text(path, setting, private=False)
+    if text.startswith(SECRET_COMMENT):
+        raise ConfigError(setting, f"a file of public keys, not {path}, which has a secret one")
+    lines = [line.split(maxsplit=1) for line in text.splitlines()]
     told = [words for words in lines if words and words[0][0] != "#"]
     return {public_key(key, setting): "".join(name) for key, *name in told}
 

@@ -52,5 +52,15 @@ def expect(good: bool, setting: str, expected: str) -> None:
         raise ConfigError(setting, expected)
 
 
+def install(extra: str) -> str:
+    """How to install what an extra of this package has; the package is in no registry."""
+    return f"pip install '.[{extra}]' in a clone of this project"
+
+
+def not_installed(package: str, extra: str) -> ConfigError:
+    """A package that is needed, and how to get it."""
+    return ConfigError(package, f"to be installed: {install(extra)}")
+
+
 class SidecarGone(KvEventsError):
     """The peer is away: nothing listens, it closed the connection, or it missed a deadline."""

@@ -25,7 +25,7 @@ STEP_S: Final = 0.25
 """The most that passes on the clock of deadlines between two polls: a consumer that was away stalls no replay."""
 COUNTED: Final = (
     *("batches", "replayed", "events_skipped", "undecodable", "gaps", "batches_missing", "restarts", "resyncs"),
-    *("replays", "replays_given_up", "lanes_refused"),
+    *("replays", "replays_given_up", "lanes_refused", "bytes"),
 )
 
 
@@ -140,6 +140,7 @@ class Feed:
         return any(lane.request is not None and lane.request.readable for lane in self._lanes)
 
     def _record(self, frames: list[bytes], reply: bool) -> None:
+        self._counts["bytes"] += sum(map(len, frames))
         if self.options.record is not None:
             self.options.record(frames, reply)
 

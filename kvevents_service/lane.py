@@ -21,6 +21,7 @@ class Options(NamedTuple):
     stale_after_s: float | None = None
     track: bool = False
     read_tokens: bool = False
+    since: int = 0
     record: Callable[[Sequence[bytes], bool], None] | None = None
     """Is given every message as it came, and whether it is of a replay's reply."""
 
@@ -29,7 +30,7 @@ class Lane:
     """One counter: its sequencer, the request under way, and the fold of what the consumer took."""
 
     def __init__(self, origin: Origin, *, replay: bool, options: Options) -> None:
-        self.sequence = Sequencer(replay=replay, limits=options.hold)
+        self.sequence = Sequencer(replay=replay, limits=options.hold, since=options.since)
         self.residency = Residency() if options.track else None
         self.request: Request | None = None
         self.settle_in_s = 0.0

@@ -16,6 +16,9 @@ from kvevents_service.wire.dialects import DIALECTS
 SCHEMES: Final = ("nats://", "tls://")
 MAX_SUBJECT_BYTES: Final = 512
 MAX_RANK: Final = (1 << 31) - 1
+MAX_COUNT: Final = (1 << 63) - 1
+MAX_AGE_S: Final = 3_153_600_000
+"""JetStream counts nanoseconds in 63 bits."""
 _SERVER: Final = re.compile(r"(nats|tls)://([^\s/@:\[\]]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?", re.ASCII)
 _STREAM: Final = re.compile(r"[A-Za-z0-9_-]{1,200}", re.ASCII)
 _RESERVED: Final = re.compile(r"[.*>%\s\x00-\x20\x7f]")
@@ -61,8 +64,8 @@ class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
         expect(0 <= self.dp_rank <= MAX_RANK, "dp_rank", f"a whole number from 0 to {MAX_RANK}")
         for setting in ("max_messages", "max_bytes", "queue_messages", "queue_bytes"):
-            expect(getattr(self, setting) > 0, setting, "a positive whole number")
-        expect(1 <= self.max_age_s < float("inf"), "max_age_s", "at least 1 second")
+            expect(0 < getattr(self, setting) <= MAX_COUNT, setting, f"a whole number from 1 to {MAX_COUNT}")
+        expect(1 <= self.max_age_s <= MAX_AGE_S, "max_age_s", f"seconds from 1 to {MAX_AGE_S}, a hundred years")
         fits = 0 < self.snapshot_s <= self.max_age_s / 2
         expect(fits, "snapshot_s", f"seconds, at most {self.max_age_s / 2:g}, half of max_age_s")
         self._check_files()

@@ -103,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError("config", f"a readable file, not {path} ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError, an endless number
         raise ConfigError("config", f"TOML in {path} ({error})") from error
 
 
@@ -122,7 +122,7 @@ def _parsed(text: str) -> Any:
         pass
     try:
         table = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
     return table["value"] if len(table) == 1 else text
 
@@ -186,6 +186,18 @@ def _convert(table: Any, kind: type[_Struct], place: str) -> _Struct:
         raise ConfigError(f"{dot}{error.setting}", error.expected) from error
     except msgspec.ValidationError as error:
         raise _named(str(error), place, dot) from error
+    except UnicodeEncodeError as error:
+        raise ConfigError(_not_text(table, place, dot), "text in UTF-8") from error
+
+
+def _not_text(table: Any, place: str, dot: str) -> str:
+    """The path of what cannot be encoded: a variable that is not UTF-8, or half a surrogate pair in JSON."""
+    for key, value in table.items() if isinstance(table, dict) else ():
+        try:
+            msgspec.json.encode(value, enc_hook=str)
+        except UnicodeEncodeError:
+            return f"{dot}{key}"
+    return place or "settings"
 
 
 def _check_known(table: dict[str, Any], known: Iterable[str], dot: str) -> None:

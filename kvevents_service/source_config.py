@@ -14,6 +14,8 @@ ENGINES: Final = ("vllm", "sglang", "tensorrt-llm")
 SCHEMES: Final = ("tcp://", "ipc://")
 MAX_RANK: Final = (1 << 31) - 1
 MAX_RANKS: Final = 1024
+_LONE: Final = re.compile("[\ud800-\udfff]")
+"""What came from bytes that are not UTF-8, or is half a pair."""
 _RANGE: Final = re.compile(r"(\d{1,9})-(\d{1,9})", re.ASCII)
 
 
@@ -44,6 +46,7 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speed: float = 1.0
 
     def __post_init__(self) -> None:
+        self._check_texts()
         self._check_input()
         expect(self.engine in ENGINES, "engine", f"one of {', '.join(ENGINES)}")
         expect(0 <= self.block_size <= 65536, "block_size", "tokens from 1 to 65536; 0 is unsaid")
@@ -54,6 +57,14 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             expect(good, setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
         expect(len(self.topic.encode(errors="replace")) <= 512, "topic", "at most 512 bytes of UTF-8")
         self._check_ranks()
+
+    def _check_texts(self) -> None:
+        for setting in ("endpoint", "replay", "topic", "model"):
+            text = getattr(self, setting) or ""
+            expect(not _LONE.search(text), setting, "text in UTF-8")
+        for setting in ("record", "input"):
+            path = getattr(self, setting)
+            expect(path is None or (path != "" and "\0" not in path), setting, "a file")
 
     def _check_input(self) -> None:
         expect(bool(self.endpoint) != bool(self.input), "endpoint", "one, or an input in its place")

@@ -59,6 +59,7 @@ class Subscriber:
     read_tokens: every `token_ids` is going to be read. They are lists then, cheaper than to read them later, and a
         batch with one that is no int is `Undecodable`; else many are `TokenIds`, which cost nothing until they are
         read, and raise WireError then.
+    since: the first replay asks for this number and later ones; what was before is no loss.
 
     Entering raises ConfigError for an endpoint that cannot be one; a peer that is not there is waited for.
     Iterating ends only after `close`, and raises nothing of its own.
@@ -78,6 +79,7 @@ class Subscriber:
         stale_after_s: float | None = None,
         track: bool = False,
         read_tokens: bool = False,
+        since: int = 0,
     ) -> None:
         if overflow not in ("wait", "drop"):
             raise ConfigError("overflow", '"wait" or "drop"')
@@ -94,6 +96,7 @@ class Subscriber:
             stale_after_s,
             track,
             read_tokens,
+            since,
         )
         self._wake = asyncio.Event()
         self._feeds = tuple(Feed(one, options, self._wake.set) for one in made)
@@ -101,6 +104,7 @@ class Subscriber:
         self._taken = 0
         self._burst = 0
         self._open = False
+        self.since = since
 
     def __repr__(self) -> str:
         return f"<Subscriber {'; '.join(map(repr, self._feeds))}>"

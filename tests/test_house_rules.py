@@ -36,7 +36,7 @@ MAY_IMPORT = {
     },
     "cli": {
         *("cli", "subscriber", "service", "wire", "core", "config", "settings", "source_config", "sizes"),
-        *("errors", "sockets", "engine", "curve", "handshakes"),
+        *("errors", "sockets", "engine", "curve", "handshakes", "nats_config"),
     },
 }
 """What a folder may import of this package."""

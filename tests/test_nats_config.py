@@ -48,7 +48,9 @@ def test_a_subject_is_one_that_can_be_published_to(subject: str) -> None:
         ({"servers": ["nats://10.0.0.1:4222"]}, "servers: expected a loopback address, tls://, or --allow-remote"),
         ({"stream": "a.b"}, "stream: expected letters"),
         ({"dialect": "x"}, "dialect: expected one of"),
-        ({"max_messages": 0}, "max_messages: expected a positive"),
+        ({"max_messages": 0}, "max_messages: expected a whole number from 1 to"),
+        ({"max_bytes": 1 << 63}, "max_bytes: expected a whole number from 1 to"),
+        ({"max_age_s": 1e30}, "max_age_s: expected seconds from 1 to"),
         ({"snapshot_s": 3000}, "snapshot_s: expected seconds, at most 1800"),
         ({"password_file": "a", "credentials_file": "b"}, "password_file: expected nothing"),
         ({"ca_file": "a"}, "servers: expected tls://"),
@@ -97,7 +99,7 @@ def test_without_nats_py_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
     config = ServeConfig(pub="tcp://127.0.0.1:0", replay=None, nats=(NatsConfig(servers=(LOCAL,), subject="kv.m"),))
     context: zmq.Context = zmq.Context()
     try:
-        with pytest.raises(ConfigError, match=r"pip install 'kvevents-service\[nats\]'"):
+        with pytest.raises(ConfigError, match=r"pip install '\.\[nats\]'"):
             bind_events(context, config, None)
     finally:
         context.destroy(linger=0)

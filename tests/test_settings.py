@@ -1,14 +1,18 @@
 """A file, the environment, flags: who wins, what a slip is told, and where each value came from."""
 
 import tomllib
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from kvevents_service.cli.print_config import effective_toml
-from kvevents_service.config import ServeConfig
+from kvevents_service.config import OutputConfig, ServeConfig
 from kvevents_service.errors import ConfigError
+from kvevents_service.nats_config import NatsConfig
 from kvevents_service.settings import load_config, load_settings
+from kvevents_service.source_config import SourceConfig
 
 FILE = """
 topic = "file"
@@ -86,11 +90,70 @@ def test_outputs_of_a_variable_are_json_or_toml() -> None:
         ({"KVEVENTS_OUTPUTS": '[{"pub": "ipc://a"}, {"pub": 1}]'}, r"^outputs\[1\].pub: .*KVEVENTS_OUTPUTS"),
         ({"KVEVENTS_LABELS": "[" * 100_000}, "^labels: expected a table"),
         ({"KVEVENTS_MODEL": "m"}, "^KVEVENTS_MODEL: "),
+        ({"KVEVENTS_DP_RANK": "\udcff"}, r"^dp_rank: expected text in UTF-8 \(said by KVEVENTS_DP_RANK\)$"),
+        ({"KVEVENTS_NATS": r'["\ud800"]'}, r"^nats\[0\]: expected text in UTF-8"),
+        ({"KVEVENTS_DP_RANK": "9" * 5000}, "^dp_rank: expected a whole number, not text"),
     ],
 )
 def test_a_variable_that_cannot_be_meant_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_settings(None, {}, environ)
+
+
+ODD = (
+    *(
+        0,
+        -1,
+        1.5,
+        float("inf"),
+        float("nan"),
+        True,
+        "",
+        "x",
+        "\0",
+        "\udcff",
+        [],
+        [1],
+        ["a"],
+        [[]],
+        {},
+        {"a": 1},
+        [{}],
+    ),
+    *([{"a": 1}], 10**30, -(10**30), datetime(2026, 1, 1), "tcp://[::1]:1", "127.0.0.1:99999", "9" * 5000),
+)
+TABLES = {
+    "outputs": (OutputConfig, {"pub": "tcp://127.0.0.1:1"}),
+    "nats": (NatsConfig, {"servers": ["nats://127.0.0.1:1"], "subject": "a"}),
+    "sources": (SourceConfig, {"endpoint": "tcp://127.0.0.1:1"}),
+}
+
+
+def oddly_set() -> Iterator[dict[str, object]]:
+    """Each key of each table with each odd value."""
+    for value in ODD:
+        yield from ({key: value} for key in ServeConfig.__struct_fields__)
+        for name, (kind, table) in TABLES.items():
+            yield {name: [value]}
+            yield from ({name: [{**table, key: value}]} for key in kind.__struct_fields__)
+
+
+def test_any_value_of_any_key_works_or_is_refused_in_a_line() -> None:
+    refused: list[ConfigError] = []
+    for settings in oddly_set():
+        try:
+            load_settings(None, settings, {})
+        except ConfigError as error:
+            refused.append(error)
+    assert len(refused) > 1000
+    assert not [error for error in refused if not error.setting or len(str(error)) > 500]
+
+
+def test_a_number_without_end_is_no_toml(tmp_path: Path) -> None:
+    path = tmp_path / "f.toml"
+    path.write_text(f"dp_rank = {'9' * 5000}")
+    with pytest.raises(ConfigError, match=r"^config: expected TOML"):
+        load_settings(path, {}, {})
 
 
 def test_a_flag_that_cannot_work_is_not_blamed_on_the_file(path: Path) -> None:

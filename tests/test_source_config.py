@@ -51,6 +51,11 @@ def test_one_rank_is_where_it_was_said_to_be() -> None:
         ({"endpoint": "", "input": "f", "dp_rank": "0-1"}, "dp_rank"),
         ({"redact": True}, "redact"),
         ({"speed": 0.0}, "speed"),
+        ({"topic": "\udcff"}, "topic"),
+        ({"model": "\ud800"}, "model"),
+        ({"record": ""}, "record"),
+        ({"record": "a\0"}, "record"),
+        ({"endpoint": "", "input": "a\0"}, "input"),
     ],
 )
 def test_what_cannot_work_is_named(settings: dict[str, object], setting: str) -> None:

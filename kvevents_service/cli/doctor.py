@@ -18,6 +18,7 @@ import click
 
 from kvevents_service.cli.doctor_machine import Machine, check_machine
 from kvevents_service.cli.doctor_peers import check_ports, check_sidecars, check_socket, check_streams, listen
+from kvevents_service.cli.doctor_secrets import check_secrets
 from kvevents_service.cli.findings import OK, PROBLEM, WARNING, Finding, ok, problem
 from kvevents_service.cli.sidecar_state import DEFAULT_URL, State, state_of
 from kvevents_service.cli.terminal import chat, discard_stdout, wants_color, write
@@ -93,6 +94,7 @@ def findings(
     else:
         yield ok("settings", f"they work{f', with those of {config}' if config else ''}")
         yield from check_machine(settings, Machine())
+        yield from check_secrets(settings)
         yield from check_ports(settings, running)
         yield from check_socket(settings.engine_socket, running)
     if endpoints:

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvevents_service.cli.findings import Finding, ok, problem, warning
 from kvevents_service.config import ServeConfig
+from kvevents_service.errors import install
 from kvevents_service.sizes import size_text
 
 MIN_SHM_BYTES: Final = 1 << 30
@@ -129,7 +130,7 @@ def _files(machine: Machine) -> Finding:
 def _cuda(machine: Machine) -> Finding:
     torch, gpus = _torch_version(), machine.gpus
     if torch is None:
-        return problem("torch", "not installed: serve cannot start", "pip install 'kvevents-service[offload]'")
+        return problem("torch", "not installed: serve cannot start", install("offload"))
     if not gpus:
         return ok("cuda", f"no NVIDIA device; torch {torch}: copies stay on the CPU")
     if "+cpu" in torch:
@@ -158,6 +159,10 @@ def _disk(config: ServeConfig) -> Iterator[Finding]:
             "disk", f"{config.disk_path}: {error.strerror}", "make the directory, or set another disk_path"
         )
         return
+    if not os.access(config.disk_path, os.W_OK | os.X_OK):
+        remedy = f"chown {os.geteuid()} and chmod 700 it, or set another disk_path"
+        yield problem("disk", f"{config.disk_path} is not ours to write", remedy)
+        return
     free, wanted = found.f_frsize * found.f_bavail, config.disk_bytes or 0
     told = f"{config.disk_path} has {size_text(free)} free, the tier takes {size_text(wanted)}"
     yield problem("disk", told, "set a smaller disk_bytes, or make room") if wanted > free else ok("disk", told)
@@ -174,7 +179,7 @@ def _state_dir(config: ServeConfig) -> Iterator[Finding]:
     try:
         found = os.stat(config.state_dir)
     except FileNotFoundError:
-        yield ok("state_dir", f"{config.state_dir} will be made")
+        yield unmade("state_dir", Path(config.state_dir)) or ok("state_dir", f"{config.state_dir} will be made")
         return
     except OSError as error:
         yield problem("state_dir", f"{config.state_dir}: {error.strerror}", "set another state_dir")
@@ -183,3 +188,12 @@ def _state_dir(config: ServeConfig) -> Iterator[Finding]:
     told = f"{config.state_dir} belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
     remedy = f"chown {os.geteuid()} and chmod 700 it, or set another state_dir"
     yield ok("state_dir", told) if good else problem("state_dir", told, remedy)
+
+
+def unmade(check: str, directory: Path) -> Finding | None:
+    """A directory that is not there, and that we could not make either."""
+    above = next(path for path in (*directory.absolute().parents, Path("/")) if path.exists())
+    if os.access(above, os.W_OK | os.X_OK):
+        return None
+    remedy = f"make {directory} for user {os.geteuid()}, or set another place"
+    return problem(check, f"{directory} cannot be made: {above} is not ours to write", remedy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import stat
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvevents_service.cli.doctor_machine import unmade
 from kvevents_service.cli.findings import Finding, ok, problem, warning
 from kvevents_service.cli.render import escape, plural
 from kvevents_service.cli.sidecar_state import State, readiness_of, state_of
@@ -41,6 +43,8 @@ def check_ports(config: ServeConfig, running: Sequence[State]) -> Iterator[Findi
         for setting, endpoint in output.endpoints().items():
             if endpoint.startswith("tcp://"):
                 yield _port(setting, endpoint, known=endpoint in ours)
+            elif endpoint not in ours:
+                yield from _path(f"{setting} socket", endpoint.removeprefix("ipc://"), setting)
 
 
 def _port(setting: str, endpoint: str, *, known: bool) -> Finding:
@@ -52,29 +56,39 @@ def _port(setting: str, endpoint: str, *, known: bool) -> Finding:
     except OSError as error:
         if known:
             return ok(f"port {setting}", f"{endpoint} is the running sidecar's")
-        remedy = f"ss -ltnp 'sport = :{port}' says who has it; or set another `{setting}`"
+        another = f"set another `{setting}`"
+        taken = error.errno == errno.EADDRINUSE
+        remedy = f"ss -ltnp 'sport = :{port}' says who has it; or {another}" if taken else another
         return problem(f"port {setting}", f"{endpoint} cannot be bound: {error.strerror}", remedy)
 
 
 def check_socket(path: str, running: Sequence[State]) -> Iterator[Finding]:
     """The engine socket and its directory."""
+    if any(state.engine_socket == path for state in running):
+        yield ok("engine socket", f"{path} is the running sidecar's")
+    else:
+        yield from _path("engine socket", path, "engine_socket")
+    yield from _directory(Path(path).parent)
+
+
+def _path(check: str, path: str, setting: str) -> Iterator[Finding]:
+    """A Unix domain socket that `serve` would make."""
     try:
-        stale = is_stale(path, "engine_socket")
+        stale = is_stale(path, setting)
     except ConfigError as error:
-        if any(state.engine_socket == path for state in running):
-            yield ok("engine socket", f"{path} is the running sidecar's")
-        else:
-            yield problem("engine socket", f"{path} is in use ({error.expected})", "stop it, or set engine_socket")
+        remedy = f"stop what has it, or set another {setting}"
+        yield problem(check, f"{path} cannot be taken: expected {error.expected}", remedy)
     else:
         told = "was left by a process that is gone; serve takes it over" if stale else "is free"
-        yield ok("engine socket", f"{path} {told}")
-    yield from _directory(Path(path).parent)
+        yield ok(check, f"{path} {told}")
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
     try:
         found = directory.stat()
     except FileNotFoundError:
+        missing = unmade("engine socket", directory)
+        yield from [] if missing is None else [missing]
         return
     except OSError as error:
         yield problem("engine socket", f"{directory}: {error.strerror}", "set another engine_socket")

@@ -10,7 +10,7 @@ import click
 import zmq
 
 from kvevents_service.cli.terminal import chat, discard_stdout, write
-from kvevents_service.curve import ClientKeys, public_key, secret_key
+from kvevents_service.curve import SECRET_COMMENT, ClientKeys, public_key, secret_key
 from kvevents_service.errors import ConfigError
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -69,5 +69,5 @@ def _made(path: str) -> bytes:
     except OSError as error:
         raise ConfigError("--out", f"a file that is not there yet, not {path} ({error.strerror})") from error
     with open(fd, "wb") as file:
-        file.write(b"# kvevents secret key; its public key: " + public + b"\n" + secret + b"\n")
+        file.write(SECRET_COMMENT.encode() + b"; its public key: " + public + b"\n" + secret + b"\n")
     return secret

@@ -53,6 +53,9 @@ _OF_SOURCE = (
 @click.option("--topic", metavar="T", help="Topic of every message, as kv@{pod}@{model}. [default: empty]")
 @click.option("--state-dir", metavar="D", help="Keep event numbers here, so that they never go back.")
 @click.option("--allow-remote", is_flag=True, default=None, help="Bind addresses other machines can reach.")
+@click.option(
+    "--admin", metavar="A", help="HOST:PORT of metrics, probes and the live page, or off. [default: auto]"
+)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), help="What is said on stderr. [default: info]")
 def relay(config: Path | None, **flags: Any) -> int:
     """Follow an engine's own KV events and say them again: whole, in order, and for readers that come late.

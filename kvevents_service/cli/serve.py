@@ -16,7 +16,7 @@ import msgspec
 
 from kvevents_service.cli.options import SIZE
 from kvevents_service.config import LOG_FORMATS, LOG_LEVELS, ServeConfig, TierSettings
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, not_installed
 from kvevents_service.service.logs import LOGGER, configure
 from kvevents_service.settings import CONFIG_VARIABLE, Loaded, load_settings
 from kvevents_service.sizes import size_text
@@ -84,12 +84,8 @@ def _print(loaded: Loaded) -> None:
     try:
         from kvevents_service.cli.print_config import effective_toml
     except ImportError:
-        raise _missing("tomli-w") from None
+        raise not_installed("tomli-w", "offload") from None
     click.echo(effective_toml(loaded), nl=False)
-
-
-def _missing(package: str) -> ConfigError:
-    return ConfigError(package, "to be installed: pip install 'kvevents-service[offload]'")
 
 
 def _run(config: ServeConfig) -> int:
@@ -99,7 +95,7 @@ def _run(config: ServeConfig) -> int:
 
         from kvevents_service.service.app import Ready, serve
     except ModuleNotFoundError as error:
-        raise _missing(error.name or "a package") from error
+        raise not_installed(error.name or "a package", "offload") from error
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if any(tier.directory is None and tier.size_bytes > memory for tier in config.tiers):

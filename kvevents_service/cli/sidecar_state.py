@@ -59,6 +59,31 @@ class Told(msgspec.Struct, frozen=True):
     blocks: int
 
 
+class Followed(msgspec.Struct, frozen=True):
+    """A relayed source."""
+
+    name: str
+    dp_rank: int
+    state: str
+    resident: dict[str, int]
+    counts: dict[str, int]
+    lag_s: float | None = None
+    age_s: float | None = None
+
+
+class OnNats(msgspec.Struct, frozen=True):
+    subject: str
+    nats_connected: int = 0
+    nats_batches_sent: int = 0
+    nats_batches_waiting: int = 0
+    nats_batches_dropped: int = 0
+
+
+class Journal(msgspec.Struct, frozen=True):
+    dp_rank: int
+    next_seq: int
+
+
 class Connected(msgspec.Struct, frozen=True):
     engine_id: str
 
@@ -80,6 +105,10 @@ class State(msgspec.Struct, frozen=True):
     oldest_copy_s: float
     events: list[Told]
     errors: dict[str, int]
+    service: str = "serve"
+    sources: list[Followed] = []
+    nats: list[OnNats] = []
+    journals: list[Journal] = []
 
 
 class Readiness(msgspec.Struct, frozen=True):

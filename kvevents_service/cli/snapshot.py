@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import click
@@ -24,9 +25,17 @@ from kvevents_service.handshakes import FAILURES, Door, Monitor
 from kvevents_service.sockets import connect
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.events import BlockStored, EventBatch
-from kvevents_service.wire.frames import SNAPSHOT_EMPTY, SNAPSHOT_REQUEST, SnapshotReply, parse_snapshot_reply
+from kvevents_service.wire.frames import (
+    SNAPSHOT_EMPTY,
+    SNAPSHOT_REQUEST,
+    SnapshotReply,
+    parse_replay_reply,
+    parse_snapshot_reply,
+)
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+REPLY_FRAMES: Final = 3
+"""Of a replay: topic, number, payload."""
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -103,10 +112,24 @@ def ask(endpoint: str, wait_s: float, keys: ClientKeys | None = None) -> Snapsho
             connect(socket, endpoint, "endpoint")
             socket.send(SNAPSHOT_REQUEST)
             _wait(socket, monitor, Door(keys.public if keys else None), wait_s)
-            return parse_snapshot_reply(socket.recv_multipart())
+            return _reply(socket.recv_multipart(), endpoint)
         finally:
             socket.disable_monitor()
             monitor.close()
+
+
+def _reply(frames: list[bytes], endpoint: str) -> SnapshotReply:
+    """WireError; SidecarGone if it is what a replay endpoint answers to whatever it is asked."""
+    try:
+        return parse_snapshot_reply(frames)
+    except WireError as error:
+        if len(frames) != REPLY_FRAMES:
+            raise
+        with suppress(WireError):
+            parse_replay_reply(frames)
+            told = f"{endpoint} is a replay endpoint: --snapshot of `serve` binds another one, see its ready line"
+            raise SidecarGone(told) from error
+        raise
 
 
 def _wait(socket: zmq.Socket[bytes], monitor: Monitor, door: Door, wait_s: float) -> None:

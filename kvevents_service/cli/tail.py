@@ -50,7 +50,13 @@ _SECONDS = click.FloatRange(min=0, min_open=True)
 @click.option("--topic", metavar="T", default="", help="Only messages of exactly this topic. [default: all]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N events, or lines of sums.")
-@click.option("--since", type=click.IntRange(min=0), metavar="SEQ", default=0, help="Nothing of smaller numbers.")
+@click.option(
+    "--since",
+    type=click.IntRange(min=0),
+    metavar="SEQ",
+    default=0,
+    help="Nothing of smaller numbers; a --replay starts there.",
+)
 @click.option("--type", "types", multiple=True, type=click.Choice(list(TYPES)), help="Only these events.")
 @click.option("--medium", "media", multiple=True, metavar="M", help="Only this tier (GPU, CPU, STORAGE, ...).")
 @click.option("--group", "groups", multiple=True, type=int, metavar="G", help="Only this KV cache group.")
@@ -115,7 +121,8 @@ def tail(
                 tags = partial(_tags, color=sink.printer.lines.look.color, as_json=shown["as_json"])
                 return read(recording, sink, topic.encode(), tags)
             # The message about a topic that matches nothing names those that there are.
-            subscriber = Subscriber(sources, observe_topics=bool(topic) or wait is not None, read_tokens=True)
+            seen = bool(topic) or wait is not None
+            subscriber = Subscriber(sources, observe_topics=seen, read_tokens=True, since=shown["since"])
             return asyncio.run(follow(subscriber, sink, wait))
     except ConfigError as error:
         chat(f"kvevents tail: {error}")
@@ -136,7 +143,7 @@ def _sink(
     printer = _printer(labels, **shown)
     sums = None
     if period is not None:
-        sums = Sums(printer.wanted, fold=not rate, as_json=shown["as_json"], count=shown["count"])
+        sums = Sums(printer.wanted, fold=not rate, as_json=shown["as_json"], count=shown["count"], labels=labels)
     return Sink(printer, sums, period, recorder, write, time.time)
 
 

@@ -47,6 +47,8 @@ class Sink(NamedTuple):
 async def follow(subscriber: Subscriber, sink: Sink, wait_s: float | None) -> int:
     """Show what comes, until `wait_s` seconds without a message or the reader of stdout has gone."""
     seen = False
+    if sink.sums is not None:
+        sink.sums.connections = lambda: subscriber.connections
     async with subscriber, watching(subscriber):
         chat(f"following {', '.join(source.endpoint for source in subscriber.sources)}")
         try:
@@ -125,8 +127,12 @@ def _hint_at_topics(subscriber: Subscriber) -> None:
 
 
 def _first(subscriber: Subscriber) -> bool:
-    if subscriber.joined_at and subscriber.sources[0].replay is None:
-        chat(f"joined at #{subscriber.joined_at}: what was before is not shown (--replay asks for it)")
+    """Of the first source: whether all is shown that was asked for."""
+    joined_at, asks = subscriber.joined_at or 0, subscriber.sources[0].replay is not None
+    if joined_at > subscriber.since and not asks:
+        chat(f"joined at #{joined_at}: what was before is not shown (--replay asks for it)")
+    elif 0 < subscriber.since < joined_at:
+        chat(f"from #{joined_at} on: the publisher does not have #{subscriber.since} any more")
     return True
 
 

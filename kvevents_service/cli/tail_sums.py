@@ -1,12 +1,15 @@
-"""What `kvevents tail --rate` and `--summary` show in place of events: a line every so often."""
+"""What `kvevents tail --rate` and `--summary` show in place of events: a line every so often. A summary of several
+sources has a line of each below it."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvevents_service.cli.render import clock_time, escape
+from kvevents_service.cli.source_sums import SourceSums, Standing
 from kvevents_service.cli.tail_filter import Filter
 from kvevents_service.cli.tail_printer import Enough
 from kvevents_service.core.residency import Residency
@@ -26,22 +29,31 @@ class Resident(NamedTuple):
 
 class Sums:
     """Counts of what is wanted since the last line; with `fold`, what the streams add up to on the wanted media and
-    in the wanted groups as well. Raises Enough after `count` lines."""
+    in the wanted groups, and how each source stands. Raises Enough after `count` lines.
 
-    def __init__(self, wanted: Filter, *, fold: bool, as_json: bool, count: int | None = None) -> None:
+    labels: sources that are shown before anything comes. `connections`: which of them are there, if that is known.
+    """
+
+    def __init__(
+        self, wanted: Filter, *, fold: bool, as_json: bool, count: int | None = None, labels: Sequence[str] = ()
+    ) -> None:
+        self.connections: Callable[[], Mapping[str, bool]] = dict
         self._wanted = wanted
         self._shelves = Filter(media=wanted.media, groups=wanted.groups)
         self._left = count
         self._counts: Counter[str] = Counter()
         self._folds: defaultdict[str, Residency] | None = defaultdict(Residency) if fold else None
+        self._sources = {label: SourceSums(label) for label in labels}
         self._as_json = as_json
 
     def item(self, item: Item) -> None:
+        if isinstance(item, Stale | Back | Refused):
+            return
+        label = item.source.label
+        self._sources.setdefault(label, SourceSums(label)).item(item)
         match item:
             case Batch():
                 self._batch(item)
-            case Stale() | Back() | Refused():
-                pass
             case _:
                 self._counts["lost_batches"] += item.got - item.expected if isinstance(item, Gap) else 0
                 self._counts["restarts"] += isinstance(item, Restart | Resync)
@@ -98,15 +110,20 @@ class Sums:
             *(f"{name} {counts[key]}" for name, key in LOSSES if counts[key]),
             *(self._resident_texts()),
         ]
-        return f"{clock_time(now)} {'  '.join(parts)}"
+        of_each = [one.text(seconds) for one in self.standings(now)] if len(self._sources) > 1 else []
+        return "\n".join([f"{clock_time(now)} {'  '.join(parts)}", *of_each])
+
+    def standings(self, now: float) -> list[Standing]:
+        """Of each source, with `fold`; its counting begins anew."""
+        if self._folds is None:
+            return []
+        there = self.connections()
+        return [one.standing(now, self._folds[label], there.get(label)) for label, one in self._sources.items()]
 
     def _resident_texts(self) -> list[str]:
-        found = self.resident()
-        several = len({one.source for one in found}) > 1
-        return [
-            f"{escape(one.source) + ' ' if several else ''}{escape(one.medium)} g{one.group}: {one.blocks:,} blocks"
-            for one in found
-        ]
+        if len(self._sources) > 1:
+            return []
+        return [f"{escape(one.medium)} g{one.group}: {one.blocks:,} blocks" for one in self.resident()]
 
     def _json(self, counts: Counter[str], now: float, seconds: float) -> str:
         plain: dict[str, Json] = {
@@ -117,6 +134,7 @@ class Sums:
         plain |= {key: counts[key] for key in KEYS}
         if self._folds is not None:
             plain["resident"] = [dict(one._asdict()) for one in self.resident()]
+            plain["sources"] = [one.plain() for one in self.standings(now)]
         return json.dumps(plain, separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""`kvevents top`: sidecars on one screen, drawn anew every so often, from their admin endpoints.
+"""`kvevents top`: sidecars and relays on one screen, drawn anew every so often, from their admin endpoints.
 
 0    --count screens are drawn, or the reader of stdout has gone
 1    none of the sidecars answered at the last screen
@@ -20,7 +20,8 @@ from kvevents_service.cli.render import escape, plural
 from kvevents_service.cli.sidecar_state import DEFAULT_URL, State, state_of
 from kvevents_service.cli.terminal import chat, discard_stdout, moves_cursor, write
 from kvevents_service.cli.top_figures import Figures, figures
-from kvevents_service.errors import ConfigError, SidecarGone
+from kvevents_service.cli.top_sources import source_table, span
+from kvevents_service.errors import ConfigError, SidecarGone, not_installed
 from kvevents_service.sizes import size_text
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class Watch:
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="Stop after N screens.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sidecar and screen.")
 def top(urls: tuple[str, ...], interval: float, count: int | None, as_json: bool) -> int:
-    """Watch sidecars live: how full they are, what they store and load, who reads, what waits.
+    """Watch sidecars and relays live: how full they are, what they store and load, who reads, what waits, and how
+    the engines' own streams stand that they relay.
 
     A URL is the `admin` of a sidecar's ready line; without one that of this machine is asked. Rates are of the time
     between two screens.
@@ -139,7 +141,7 @@ def _numbers(count: int | None) -> Iterator[int]:
 
 def _say_json(rows: list[Row]) -> None:
     for row in rows:
-        plain = {"url": row.url, **({"fault": row.fault} if row.figures is None else row.figures._asdict())}
+        plain = {"url": row.url, **({"fault": row.fault} if row.figures is None else row.figures.plain())}
         write(msgspec.json.encode(plain).decode())
 
 
@@ -148,7 +150,7 @@ def _screen() -> Callable[[list[Row]], None]:
     try:
         from rich.console import Console
     except ImportError:
-        raise ConfigError("rich", "to be installed: pip install 'kvevents-service[top]'") from None
+        raise not_installed("rich", "top") from None
     console = Console(highlight=False)
 
     def show(rows: list[Row]) -> None:
@@ -160,7 +162,7 @@ def _screen() -> Callable[[list[Row]], None]:
 
 
 def screen(rows: list[Row], *, narrow: bool = False) -> Group:
-    """A table of all sidecars; below it those that do not answer."""
+    """A table of all sidecars; below it one of their sources, if there are any, and those that do not answer."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -177,19 +179,18 @@ def screen(rows: list[Row], *, narrow: bool = False) -> Group:
     faults = [Text(escape(row.fault), style="red") for row in rows if row.figures is None]
     there = sum(row.figures is not None for row in rows)
     title = Text(f"{time.strftime('%H:%M:%S')}  {plural(there, 'sidecar')}", style="dim")
-    return Group(title, table, *faults)
+    sources = [(place_of(row), one) for row in rows if row.figures for one in row.figures.sources]
+    below = (Text(""), source_table(sources, narrow=narrow)) if sources else ()
+    return Group(title, table, *below, *faults)
+
+
+def place_of(row: Row) -> str:
+    return row.url.removeprefix("http://")
 
 
 def name_of(row: Row) -> str:
-    """Where it is, and the names of its engines; `draining` where it is."""
+    """Where it is, and the names of its engines; what it is if that is no sidecar; `draining` where it is."""
     engines = "" if row.state is None else ",".join(escape(engine.engine_id) for engine in row.state.engines)
     draining = " (draining)" if row.state is not None and row.state.draining else ""
-    return f"{escape(row.url.removeprefix('http://'))} {engines}".rstrip() + draining
-
-
-def span(seconds: float) -> str:
-    """A time for people: `17 s`, `5 min`, `3.2 h`, `12 d`."""
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{max(0.0, seconds):.0f} s"
+    service = "" if row.state is None or row.state.service == "serve" else f"({escape(row.state.service)}) "
+    return f"{escape(place_of(row))} {service}{engines}".rstrip() + draining

@@ -1,10 +1,11 @@
-"""What `kvevents top` shows of a sidecar: figures out of two of its states."""
+"""What `kvevents top` shows of a sidecar or a relay: figures out of two of its states."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from kvevents_service.cli.sidecar_state import State
+from kvevents_service.cli.top_sources import SourceFigures, source_figures
 
 
 class Figures(NamedTuple):
@@ -23,6 +24,11 @@ class Figures(NamedTuple):
     pending: int
     oldest_s: float
     errors: int
+    sources: tuple[SourceFigures, ...] = ()
+
+    def plain(self) -> dict[str, object]:
+        """A JSON object."""
+        return {**self._asdict(), "sources": [one._asdict() for one in self.sources]}
 
 
 class _Sums(NamedTuple):
@@ -63,6 +69,7 @@ def figures(before: State | None, state: State) -> Figures:
         pending=sum(copies.pending for copies in state.copies),
         oldest_s=state.oldest_copy_s,
         errors=sum(state.errors.values()) + sum(copies.failed for copies in state.copies),
+        sources=source_figures(before, state),
     )
 
 

@@ -94,11 +94,11 @@ class Sequencer:
     """Feed it what came; perform the steps it returns, in order.
 
     replay: whether `Ask` can be performed. Without it a hole is a `Gap` at once, and the first number of all may be
-    any (`joined_at`); with it numbers are expected from 0 on. After a restart they are in both cases.
-    source: what the steps say they are from.
+    any (`joined_at`), as with `since`, where the first replay is to start; else numbers are expected from 0 on.
+    After a restart they are in all cases. source: what the steps say they are from.
     """
 
-    def __init__(self, *, replay: bool, limits: HoldLimits | None = None) -> None:
+    def __init__(self, *, replay: bool, limits: HoldLimits | None = None, since: int = 0) -> None:
         self.limits = limits or HoldLimits()
         self.source = NOWHERE
         self.joined_at: int | None = None
@@ -107,8 +107,8 @@ class Sequencer:
         """Something is missing that asking for the whole state may bring: see `refresh`."""
         self.duplicates = self.held_dropped = 0
         self._can_replay = replay
-        self._next = 0
-        self._joining = not replay
+        self._next, self._since = 0, since
+        self._joining = not replay or since > 0
         self._settled = True
         self._newest: tuple[int, int] | None = None  # number and hash of the newest live message
         self._asked_below = 0
@@ -137,8 +137,8 @@ class Sequencer:
         return self._settled
 
     def start(self) -> list[Step]:
-        """Before all else: a replay from 0 brings what was sent before the subscription worked."""
-        return self._ask(0) if self._can_replay else []
+        """Before all else: a replay brings what was sent before the subscription worked."""
+        return self._ask(self._since) if self._can_replay else []
 
     def live(self, frame: LiveFrame) -> list[Step]:
         """A message of the subscription, in the order they came."""
@@ -182,7 +182,7 @@ class Sequencer:
     def give_up(self) -> list[Step]:
         """The replay is not going to end: ask once more, then deliver what is on hold, holes and all."""
         if self._tries < TRIES:
-            return self._ask(0 if self._filling or self._void else self._next)
+            return self._ask(0 if self._filling or self._void else self._since if self._joining else self._next)
         return self._stop(self._live_below(), broken=self._filling or self._partial)
 
     def snapshot(self, snapshot: Snapshot) -> list[Step]:
@@ -307,8 +307,8 @@ class Sequencer:
         return steps
 
     def _is_open_hole(self, head: LiveFrame, asked_below: int) -> bool:
-        open_hole = self._can_replay and head.seq > self._next and head.seq >= asked_below
-        return open_hole and not starts_anew(head.payload)
+        hole = head.seq > self._next and head.seq >= asked_below and not self._joining
+        return hole and self._can_replay and not starts_anew(head.payload)
 
     def _accept(self, frame: LiveFrame, replayed: bool) -> list[Step]:
         if frame.seq < self._next:

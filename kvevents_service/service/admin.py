@@ -1,4 +1,4 @@
-"""What `kvevents serve` shows operators over HTTP: metrics, probes, its state, and a page that draws it live."""
+"""What a service shows operators over HTTP: metrics, probes, its state, and a page that draws it live."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Final
 
 import msgspec
 
-from kvevents_service.config import ADMIN_AUTO, ADMIN_DEFAULT, ADMIN_OFF
+from kvevents_service.config import ADMIN_AUTO, ADMIN_DEFAULT, ADMIN_OFF, ServeConfig
 from kvevents_service.errors import ConfigError
+from kvevents_service.service.hosts import Hosts
 from kvevents_service.service.http import HttpServer, Response, plain
 from kvevents_service.service.instruments import Instruments
 from kvevents_service.service.metrics import CONTENT_TYPE, Metrics
 from kvevents_service.service.probe import Probe
+from kvevents_service.sockets import is_local
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,21 @@ PERIOD_S: Final = 1.0
 FRESH_S: Final = 0.25
 _PAGE: Final = files("kvevents_service") / "data" / "live.html"
 _BACKLOG: Final = 32
+URGENT: Final = frozenset({"/healthz", "/readyz"})
+"""Answered even when all places are taken."""
+
+
+def opened(config: ServeConfig, instruments: Instruments, probe: Probe) -> Admin | None:
+    """Listening as the settings say; None for "off". ConfigError if that cannot be."""
+    sock = listen(config.admin)
+    return None if sock is None else Admin(sock, instruments, probe, hosts_of(config))
+
+
+def hosts_of(config: ServeConfig) -> Hosts:
+    """An endpoint that other machines reach has names that nobody here knows: they are checked only if some are
+    said."""
+    local = config.admin == ADMIN_AUTO or is_local(config.admin)
+    return Hosts(config.admin_hosts, every=not local and not config.admin_hosts)
 
 
 def listen(setting: str) -> socket.socket | None:
@@ -67,7 +84,9 @@ def url_of(sock: socket.socket) -> str:
 class Admin:
     """The routes. `run` answers until cancelled."""
 
-    def __init__(self, sock: socket.socket, instruments: Instruments, probe: Probe) -> None:
+    def __init__(
+        self, sock: socket.socket, instruments: Instruments, probe: Probe, hosts: Hosts | None = None
+    ) -> None:
         self.url = url_of(sock)
         self.streams = 0
         self._instruments = instruments
@@ -82,7 +101,7 @@ class Admin:
             "/healthz": self._alive,
             "/readyz": self._ready,
         }
-        self.server = HttpServer(sock, routes)
+        self.server = HttpServer(sock, routes, hosts=hosts, urgent=URGENT)
 
     def __repr__(self) -> str:
         return f"<Admin {self.url} streams={self.streams} {self.server!r}>"

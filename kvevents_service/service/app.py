@@ -22,12 +22,14 @@ import zmq
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.metadata import Cleared
 from kvevents_service.errors import ConfigError
-from kvevents_service.service.admin import Admin, listen
+from kvevents_service.service.admin import Admin, opened
 from kvevents_service.service.engines import EnginePlane
 from kvevents_service.service.event_plane import BoundOutput, EventPlane, bind_events
-from kvevents_service.service.instruments import Instruments
+from kvevents_service.service.instruments import Instruments, Watched
 from kvevents_service.service.lifecycle import LINGER_MS, numbers_of, run_until_signal
-from kvevents_service.service.probe import Probe
+from kvevents_service.service.offload_view import OffloadView
+from kvevents_service.service.probe import DEADLINE_S, Probe
+from kvevents_service.service.probe_steps import SidecarSteps
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.relay import OUR_MEDIA, Relay, relay_into
 from kvevents_service.service.sidecar import Sidecar
@@ -95,8 +97,8 @@ async def started(config: ServeConfig) -> AsyncIterator[Service]:
         relay = _relay(config, events)
         events.renderer.recovery.sources = lambda: [*relay.sources(), *sidecar.sources()]
         plane = EnginePlane(sidecar, config.engine_socket)
-        instruments = Instruments(sidecar, plane, events)
-        admin = _admin(config, instruments)
+        instruments = _instruments(sidecar, plane, Watched(events, relay))
+        admin = opened(config, instruments, probe_of(sidecar, plane))
         first_seq = events.publisher.journal.next_seq
         if first_seq:
             events.publisher.publish((Cleared(),))  # the bytes of the process before this one are gone
@@ -128,12 +130,21 @@ def _relay(config: ServeConfig, events: EventPlane) -> Relay:
     return relay_into(events, [*sources.values()], others=OUR_MEDIA)
 
 
-def _admin(config: ServeConfig, instruments: Instruments) -> Admin | None:
-    sock = listen(config.admin)
-    if sock is None:
-        return None
-    probe = Probe(instruments.sidecar, instruments.events.publisher, instruments.plane.path)
-    return Admin(sock, instruments, probe)
+def _instruments(sidecar: Sidecar, plane: EnginePlane, watched: Watched) -> Instruments:
+    return Instruments(
+        "serve",
+        sidecar.boot_id,
+        [watched],
+        is_draining=lambda: sidecar.draining,
+        look=lambda: OffloadView(sidecar, plane),
+    )
+
+
+def probe_of(sidecar: Sidecar, plane: EnginePlane, deadline_s: float = DEADLINE_S) -> Probe:
+    """Through the engine socket, the copies and the journal."""
+    steps = SidecarSteps(sidecar, plane.path, deadline_s).steps
+    publishers = [sidecar.publisher]
+    return Probe(publishers, is_draining=lambda: sidecar.draining, steps=steps, deadline_s=deadline_s)
 
 
 def _ready(events: EventPlane, sidecar: Sidecar, plane: EnginePlane, first_seq: int, admin: Admin | None) -> Ready:

@@ -20,6 +20,7 @@ from kvevents_service.core.privacy import MIN_SALT_BYTES, Privacy, key_of
 from kvevents_service.core.replay import Recovery
 from kvevents_service.core.telling import Teller
 from kvevents_service.curve import AllowedKeys, ServerKeys, salt, secret_key
+from kvevents_service.errors import expect
 from kvevents_service.nats_config import NatsConfig
 from kvevents_service.service.cursor import SHARED_BYTES
 from kvevents_service.service.gate import Gate
@@ -164,7 +165,13 @@ def server_keys(config: OutputConfig) -> ServerKeys | None:
     if config.curve_secret_file is None or config.curve_allowed_keys_file is None:
         return None
     allowed = AllowedKeys(config.curve_allowed_keys_file, "curve_allowed_keys_file")
-    return ServerKeys(secret_key(config.curve_secret_file, "curve_secret_file"), allowed)
+    secret = secret_key(config.curve_secret_file, "curve_secret_file")
+    expect(
+        secret not in allowed,
+        "curve_allowed_keys_file",
+        "public keys: the secret one of curve_secret_file is there",
+    )
+    return ServerKeys(secret, allowed)
 
 
 def privacy(config: OutputConfig | NatsConfig) -> Privacy:

@@ -61,6 +61,8 @@ class Gate:
         socket.curve_secretkey = keys.secret
         socket.setsockopt(zmq.ZAP_DOMAIN, domain)
         self._guarded[domain] = Guarded(where, keys, Monitor(self._context, socket, FAILURES))
+        if not keys.allowed:
+            log.warning("%s: nobody can connect: there is no key in %s", where, keys.allowed.path)
 
     async def run(self) -> None:
         """Answer until cancelled."""

@@ -1,7 +1,9 @@
 """HTTP for operators, on h11: GET and HEAD, one request a connection, everything bounded.
 
 h11 because it is all there is to it: no dependencies, no loop of its own, and our deadlines and bounds around it.
-A client that is slow to ask or to read costs one place for some seconds; nobody else waits.
+A client that is slow to ask or to read costs one place for some seconds; nobody else waits. When all places are
+taken, who has been asking longest without an end gives way, and some places are only for urgent routes: probes are
+answered whoever else is there.
 """
 
 from __future__ import annotations
@@ -9,18 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from http import HTTPStatus
 from typing import Final, NamedTuple
 
 import h11
 
+from kvevents_service.service.hosts import Hosts
 from kvevents_service.service.rarely import is_told
 
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES: Final = 8192
+"""Of a request: its line and headers, to the empty line."""
+LINGER_S: Final = 0.5
+"""What a client sends behind a request is read so long: a reset would take our answer with it."""
 ACCEPT_RETRY_S: Final = 0.1
 SEND_BUFFER_BYTES: Final = 65536
 """The kernel would take megabytes: many minutes of a live page that nobody reads."""
@@ -36,9 +42,13 @@ _ALWAYS: Final = (
 
 
 class HttpLimits(NamedTuple):
-    """request_s: for the head of a request. write_s: for a client to take an answer, or a piece of a stream."""
+    """connections: places, and behind them `reserve` ones in which only urgent routes are answered.
+
+    request_s: for the head of a request. write_s: for a client to take an answer, or a piece of a stream.
+    """
 
     connections: int = 32
+    reserve: int = 8
     request_s: float = 5.0
     write_s: float = 10.0
 
@@ -49,6 +59,8 @@ class Response(NamedTuple):
     status: HTTPStatus
     body: bytes | AsyncGenerator[bytes, None]
     content_type: str = TEXT
+    more: tuple[tuple[str, str], ...] = ()
+    """Headers besides."""
 
 
 Handler = Callable[[], Awaitable[Response]]
@@ -59,16 +71,26 @@ def plain(status: HTTPStatus, text: str = "") -> Response:
 
 
 class HttpServer:
-    """Answers on a listening socket, which it closes at its end."""
+    """Answers on a listening socket, which it closes at its end. urgent: routes that the reserve is for."""
 
     def __init__(
-        self, sock: socket.socket, routes: Mapping[str, Handler], limits: HttpLimits | None = None
+        self,
+        sock: socket.socket,
+        routes: Mapping[str, Handler],
+        limits: HttpLimits | None = None,
+        *,
+        hosts: Hosts | None = None,
+        urgent: Collection[str] = (),
     ) -> None:
         self.limits = limits or HttpLimits()
-        self.requests = self.refused = self.failed = 0
-        self.connections = 0
+        self.requests = self.refused = self.failed = self.evicted = 0
+        self.connections = self.answering = 0
         self._socket = sock
         self._routes = routes
+        self._hosts = hosts or Hosts(every=True)
+        self._urgent = urgent
+        self._asking: dict[Exchange, None] = {}
+        """Those whose request has not come whole, the oldest first."""
 
     def __repr__(self) -> str:
         return f"<HttpServer connections={self.connections} requests={self.requests} refused={self.refused}>"
@@ -81,11 +103,11 @@ class HttpServer:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 sock = await self._accept()
-                if self.connections >= self.limits.connections:
-                    self._say_busy(sock)
-                else:
+                if self._has_place():
                     self.connections += 1
                     tasks.create_task(self._serve(sock))
+                else:
+                    self._say_busy(sock)
 
     async def _accept(self) -> socket.socket:
         """The next connection; out of descriptors is waited out."""
@@ -98,6 +120,17 @@ class HttpServer:
                 return sock
             await asyncio.sleep(ACCEPT_RETRY_S)
 
+    def _has_place(self) -> bool:
+        """Whether there is one, or somebody gives way."""
+        if self.connections < self.limits.connections + self.limits.reserve:
+            return True
+        oldest = next(iter(self._asking), None)
+        if oldest is not None:
+            self.evicted += 1
+            del self._asking[oldest]
+            oldest.abort()
+        return oldest is not None
+
     def _say_busy(self, sock: socket.socket) -> None:
         self.refused += 1
         with suppress(OSError):
@@ -108,9 +141,8 @@ class HttpServer:
         exchange = None
         try:
             exchange = Exchange(*await asyncio.open_connection(sock=sock), self.limits)
-            request = await exchange.request()
-            self.requests += 1
-            await exchange.answer(await self._answer(request))
+            request = await self._request(exchange)
+            await self._respond(exchange, request)
         except (OSError, TimeoutError, EOFError):  # the client has left, or is too slow
             self.refused += 1
         except h11.RemoteProtocolError as error:
@@ -118,6 +150,7 @@ class HttpServer:
             assert exchange is not None, "only an exchange reads"
             with suppress(OSError, TimeoutError, h11.LocalProtocolError):
                 await exchange.answer(plain(HTTPStatus(error.error_status_hint)))
+                await exchange.linger()
         except Exception:  # the border of a connection: a stream that breaks off must not end the service
             self.failed += 1
             if is_told(self.failed):
@@ -129,13 +162,38 @@ class HttpServer:
             else:
                 exchange.close()
 
+    async def _request(self, exchange: Exchange) -> h11.Request:
+        self._asking[exchange] = None
+        try:
+            return await exchange.request()
+        finally:
+            self._asking.pop(exchange, None)
+
+    async def _respond(self, exchange: Exchange, request: h11.Request) -> None:
+        self.requests += 1
+        self.answering += 1
+        try:
+            await exchange.answer(await self._answer(request))
+            if exchange.has_unread:
+                await exchange.linger()
+        finally:
+            self.answering -= 1
+
     async def _answer(self, request: h11.Request) -> Response:
         if request.method not in (b"GET", b"HEAD"):
-            return plain(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only")
+            refusal = plain(HTTPStatus.METHOD_NOT_ALLOWED, "GET and HEAD only")
+            return refusal._replace(more=(("Allow", "GET, HEAD"),))
+        if next((value for name, value in request.headers if name == b"host"), b"") not in self._hosts:
+            return plain(HTTPStatus.FORBIDDEN, "not by this name: see admin_hosts")
         path = request.target.partition(b"?")[0].decode("ascii", "replace")
+        if self.answering > self.limits.connections and path not in self._urgent:
+            return plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many at once")
         handler = self._routes.get(path)
         if handler is None:
             return plain(HTTPStatus.NOT_FOUND, f"there are: {', '.join(self._routes)}")
+        return await self._handled(path, handler)
+
+    async def _handled(self, path: str, handler: Handler) -> Response:
         try:
             return await handler()
         except Exception:  # the border of a request: a bug in a view must not end the service
@@ -150,28 +208,33 @@ class Exchange:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: HttpLimits) -> None:
         self._limits = limits
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES - 1)
         self._reader = reader
         self._writer = writer
         writer.transport.set_write_buffer_limits(0)  # drain waits until the kernel has taken all
         self._head_only = False
+        self.has_unread = False
+        """More than the request came, or is to come."""
 
     async def request(self) -> h11.Request:
         """h11.RemoteProtocolError, TimeoutError, or EOFError without any."""
+        room = MAX_HEAD_BYTES
         async with asyncio.timeout(self._limits.request_s):
-            while True:
-                event = self._http.next_event()
-                if isinstance(event, h11.Request):
-                    self._head_only = event.method == b"HEAD"
-                    return event
-                if event is not h11.NEED_DATA:
-                    raise EOFError
-                self._http.receive_data(await self._reader.read(MAX_HEAD_BYTES))
+            while (event := self._http.next_event()) is h11.NEED_DATA:
+                data = await self._reader.read(room)
+                room -= len(data)
+                self._http.receive_data(data)
+        if not isinstance(event, h11.Request):
+            raise EOFError
+        self._head_only = event.method == b"HEAD"
+        ended = isinstance(self._http.next_event(), h11.EndOfMessage)
+        self.has_unread = not ended or self._http.trailing_data[0] != b""
+        return event
 
     async def answer(self, response: Response) -> None:
         """Send it, each piece within `write_s`. OSError or TimeoutError if the client does not take it."""
         body = response.body
-        headers = [("Content-Type", response.content_type), *_ALWAYS]
+        headers = [("Content-Type", response.content_type), *_ALWAYS, *response.more]
         if isinstance(body, bytes):
             headers.append(("Content-Length", str(len(body))))
         reason = response.status.phrase.encode()
@@ -196,6 +259,18 @@ class Exchange:
             self._writer.write(data)
             async with asyncio.timeout(self._limits.write_s):
                 await self._writer.drain()
+
+    async def linger(self) -> None:
+        """Read and forget what comes, until the client has its answer or for a short while."""
+        with suppress(OSError, TimeoutError):
+            self._writer.write_eof()
+            async with asyncio.timeout(LINGER_S):
+                while await self._reader.read(SEND_BUFFER_BYTES):
+                    pass
+
+    def abort(self) -> None:
+        """At once; `request` ends without one."""
+        self._writer.transport.abort()
 
     def close(self) -> None:
         """What was answered has been taken; what was not is worth nothing."""

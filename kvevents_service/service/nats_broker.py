@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvevents_service.curve import read_file
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, not_installed
 from kvevents_service.nats_config import NatsConfig
 from kvevents_service.service.nats_queue import Waiting
 
@@ -54,7 +54,7 @@ def check_installed() -> None:
     try:
         import nats
     except ImportError:
-        raise ConfigError("nats", "nats-py to be installed: pip install 'kvevents-service[nats]'") from None
+        raise not_installed("nats-py", "nats") from None
     del nats
 
 

@@ -32,6 +32,8 @@ NOTHING_YET: Final = -1
 """The number of a snapshot before the first batch."""
 FLUSH_S: Final = 3.0
 CANCEL_AGAIN_S: Final = 2.0
+PART_AGAIN_S: Final = 0.1
+"""Of what has to be over before the first one is cancelled again."""
 
 
 class NatsOutput:
@@ -54,7 +56,8 @@ class NatsOutput:
     ) -> None:
         self.config = config
         self.encoding = encoding
-        self.sent = self.snapshots = self.disconnects = self.snapshots_failed = 0
+        self.published = self.sent = self.snapshots = self.snapshots_failed = 0
+        self.connections = self.disconnects = 0
         self.queue = SendQueue(config.queue_messages, config.queue_bytes, first)
         self.connected = False
         self._known = known
@@ -89,7 +92,7 @@ class NatsOutput:
             try:
                 await asyncio.wait([trying])
             finally:
-                await _ended(trying)
+                await _ended(trying, again_s=CANCEL_AGAIN_S)
             retry_s = FIRST_RETRY_S if sent != self.sent else min(2 * retry_s, LAST_RETRY_S)
             await asyncio.sleep(retry_s)
 
@@ -108,15 +111,18 @@ class NatsOutput:
     async def _serve(self, broker: Broker, renderer: Renderer) -> None:
         """One connection, from its first snapshot to its end."""
         self._snapshot_at, self.connected = None, True
+        self.connections += 1
+        parts = [
+            asyncio.create_task(self._publish(broker)),
+            asyncio.create_task(self._keep_snapshot(broker, renderer)),
+        ]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._publish(broker))
-                tasks.create_task(self._keep_snapshot(broker, renderer))
-        except* BrokerGone as group:
-            raise BrokerGone(str(group.exceptions[0])) from group
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.connected = False
+            await _ended(*parts, again_s=PART_AGAIN_S)  # no TaskGroup: it cancels but once
             await broker.close()
+        await done.pop()
 
     # batches
 
@@ -140,6 +146,7 @@ class NatsOutput:
             self.queue.lose(1)
             return
         batches = [*takewhile(lambda batch: len(batch.payload) <= broker.largest, batches)]
+        self.published += len(batches)
         taken = await broker.publish(batches)
         settled, lost = outcome(taken)
         self.queue.done(batches[:settled])
@@ -217,18 +224,25 @@ class NatsOutput:
 
     def stats(self) -> dict[str, int]:
         return {
+            "nats_batches_published": self.published,
             "nats_batches_sent": self.sent,
             "nats_batches_dropped": self.queue.dropped,
             "nats_batches_waiting": len(self.queue),
+            "nats_bytes_waiting": self.queue.bytes,
             "nats_snapshots": self.snapshots,
             "nats_snapshots_failed": self.snapshots_failed,
+            "nats_connections": self.connections,
             "nats_disconnects": self.disconnects,
             "nats_connected": int(self.connected),
         }
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Cancelled until it is over: the client takes some cancellations for a timeout."""
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
+async def _ended(*tasks: asyncio.Task[None], again_s: float) -> None:
+    """Cancelled until they are over: the client takes some cancellations for a timeout."""
+    while left := [task for task in tasks if not task.done()]:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=again_s)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # it is looked at

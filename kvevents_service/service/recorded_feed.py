@@ -41,7 +41,7 @@ class RecordedFeed:
     def __init__(self, path: str, speed: float = 1.0, *, dp_rank: int = 0) -> None:
         self.source = Source(path, dp_rank=dp_rank)
         self.connected = self.stale = self.ended = False
-        self.invalid = 0
+        self.invalid = self.bytes = self.batches = 0
         self._path, self._speed = Path(path), speed
         self._file: IO[str] | None = None
         self._next: _Line | None = None
@@ -83,7 +83,7 @@ class RecordedFeed:
         """Nobody can be asked."""
 
     def stats(self) -> Counter[str]:
-        return Counter(**self._sequence.stats(), undecodable=self.invalid)
+        return Counter(**self._sequence.stats(), undecodable=self.invalid, bytes=self.bytes, batches=self.batches)
 
     def poll(self, now: float) -> None:
         """Read what is due."""
@@ -152,6 +152,7 @@ class RecordedFeed:
         self._last_at = at
         try:
             frames = [bytes.fromhex(frame) for frame in line.frames or ()]
+            self.bytes += sum(map(len, frames))
             self._message(frames)
         except (WireError, ValueError):
             self.invalid += 1
@@ -177,4 +178,5 @@ class RecordedFeed:
             batch, skipped = decode_batch(frame.payload, read_tokens=True)
         except WireError as error:
             return Undecodable(frame.topic, frame.seq, error, origin)
+        self.batches += 1
         return Batch(frame.topic, frame.seq, batch, skipped, step.replayed, origin)

@@ -6,32 +6,46 @@ Each rank has a journal and outputs of its own, on the outputs' ports with the r
 from __future__ import annotations
 
 import asyncio
+import logging
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zmq
 
-from kvevents_service.config import OutputConfig, ServeConfig
+from kvevents_service.config import ADMIN_AUTO, ADMIN_OFF, OutputConfig, ServeConfig
 from kvevents_service.core.metadata import Cleared
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, not_installed
 from kvevents_service.service.event_plane import BoundOutput, Context, EventPlane, bind_events
+from kvevents_service.service.instruments import Instruments, Watched
 from kvevents_service.service.lifecycle import LINGER_MS, numbers_of, run_until_signal
 from kvevents_service.service.numbering import SequenceStore
+from kvevents_service.service.probe import Probe
 from kvevents_service.service.relay import Relay, relay_into
 from kvevents_service.sockets import overlap, port_above
 from kvevents_service.source_config import SourceConfig
 
+if TYPE_CHECKING:
+    from kvevents_service.service.admin import Admin
+
+log = logging.getLogger(__name__)
+
 
 class RelayReady(msgspec.Struct, frozen=True):
-    """Where a started relay can be reached, and what it follows; the one line that `kvevents relay` prints."""
+    """Where a started relay can be reached, and what it follows; the one line that `kvevents relay` prints.
+
+    `admin` is the URL of metrics and probes.
+    """
 
     ready: bool
     outputs: list[BoundOutput]
     sources: list[SourceConfig]
+    boot_id: str
+    admin: str | None = None
 
 
 class Rank(NamedTuple):
@@ -47,18 +61,26 @@ class RelayService:
 
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
+        self.boot_id = uuid.uuid4().hex
+        self.draining = False
+        self.instruments: Instruments | None = None
+        self.admin: Admin | None = None
 
     @property
     def ready(self) -> RelayReady:
         bound = [output for rank in self.ranks for output in rank.events.bound]
-        return RelayReady(True, bound, [one.config for rank in self.ranks for one in rank.relay.relayed])
+        sources = [one.config for rank in self.ranks for one in rank.relay.relayed]
+        return RelayReady(True, bound, sources, self.boot_id, None if self.admin is None else self.admin.url)
 
     def parts(self) -> list[Coroutine[None, None, None]]:
         """What runs until it is cancelled."""
-        return [part for rank in self.ranks for part in (*rank.events.parts(), rank.relay.run())]
+        parts = [part for rank in self.ranks for part in (*rank.events.parts(), rank.relay.run())]
+        parts += [] if self.instruments is None else self.instruments.parts()
+        return parts if self.admin is None else [*parts, self.admin.run()]
 
     async def drain(self) -> None:
         """Say that what was relayed is gone: nobody follows it any more."""
+        self.draining = True
         for rank in self.ranks:
             rank.relay.withdraw()
         await asyncio.gather(*(rank.events.flush() for rank in self.ranks))
@@ -74,7 +96,17 @@ class RelayService:
             events.publisher.publish((Cleared(),))  # what the process before this one knew is not known
         relay.open()
 
+    def watch(self, config: ServeConfig) -> None:
+        """Listen for operators, when all ranks are open."""
+        watched = [Watched(rank.events, rank.relay) for rank in self.ranks]
+        self.instruments = Instruments("relay", self.boot_id, watched, is_draining=lambda: self.draining)
+        publishers = [rank.events.publisher for rank in self.ranks]
+        self.admin = _admin(config, self.instruments, Probe(publishers, is_draining=lambda: self.draining))
+
     async def close(self) -> None:
+        for part in (self.admin, self.instruments):
+            if part is not None:
+                part.close()
         for rank in self.ranks:
             await rank.relay.close()
             if rank.numbers is not None:
@@ -90,10 +122,26 @@ async def started_relay(config: ServeConfig) -> AsyncIterator[RelayService]:
     try:
         for rank, (settings, source) in by_rank(config).items():
             service.open(context, settings, source, _state_dir(config, rank))
+        service.watch(config)
         yield service
     finally:
         await service.close()
         context.destroy(linger=LINGER_MS)
+
+
+def _admin(config: ServeConfig, instruments: Instruments, probe: Probe) -> Admin | None:
+    """A relay works without what this needs; one that was told an address does not."""
+    if config.admin == ADMIN_OFF:
+        return None
+    try:
+        from kvevents_service.service.admin import opened
+    except ModuleNotFoundError as error:
+        missing = not_installed(error.name or "a package", "admin")
+        if config.admin != ADMIN_AUTO:
+            raise missing from error
+        log.warning("no metrics and no probes: %s", missing)
+        return None
+    return opened(config, instruments, probe)
 
 
 def by_rank(config: ServeConfig) -> dict[int, tuple[ServeConfig, SourceConfig]]:

@@ -30,8 +30,13 @@ TURN_ITEMS: Final = 16
 """After so many items the other sources, the publisher and the engines get a turn."""
 
 
+CONNECTING, JOINING, CONNECTED, STALE = SOURCE_STATES = ("connecting", "joining", "connected", "stale")
+"""Nobody is there; what it has is being asked for; all is told as it comes; its blocks are withdrawn."""
+
+
 class SourceView(msgspec.Struct, frozen=True):
-    """A source for people and metrics. lag_s: from its last batch's time to ours; None: nothing has come.
+    """A source for people and metrics. lag_s: from its last batch's time to when it came, age_s: to now, both by
+    its clock; None: nothing has come. state: one of SOURCE_STATES.
 
     resident: blocks that are announced, by medium. orphans: blocks that wait for their parent.
     """
@@ -40,9 +45,11 @@ class SourceView(msgspec.Struct, frozen=True):
     engine: str
     model: str
     dp_rank: int
+    state: str
     connected: bool
     away: bool
     lag_s: float | None
+    age_s: float | None
     resident: dict[str, int]
     counts: dict[str, int]
 
@@ -68,6 +75,7 @@ class RelayedSource:
         self.presence = Presence(GONE_AFTER_S)
         self.counts = Counter(other_origin=0)
         self.lag_s: float | None = None
+        self.sent_at: float | None = None
         self._origin: Origin | None = None
         self._publish = publish
         self._wall_clock = wall_clock
@@ -136,7 +144,8 @@ class RelayedSource:
         match item:
             case Batch():
                 sent = item.batch.ts
-                self.lag_s = max(0.0, self._wall_clock() - sent) if isfinite(sent) else self.lag_s
+                if isfinite(sent):
+                    self.sent_at, self.lag_s = sent, max(0.0, self._wall_clock() - sent)
                 return self.state.apply(item.batch.events)
             case Restart() | Resync():
                 return self.state.doubt()
@@ -188,15 +197,24 @@ class RelayedSource:
     # instruments
 
     def view(self) -> SourceView:
-        config = self.config
+        config, feed = self.config, self.feed.stats()
         return SourceView(
             name=self.feed.source.name,
             engine=config.engine,
             model=config.model,
             dp_rank=self.dp_rank,
+            state=self._state(),
             connected=self.feed.connected,
             away=self.presence.away,
             lag_s=self.lag_s,
+            age_s=None if self.sent_at is None else max(0.0, self._wall_clock() - self.sent_at),
             resident=self.state.resident(),
-            counts={**self.feed.stats(), **self.state.stats(), **self.counts},
+            counts={"duplicate_batches": feed.pop("duplicates", 0), **feed, **self.state.stats(), **self.counts},
         )
+
+    def _state(self) -> str:
+        if self.presence.away:
+            return STALE
+        if not self.feed.connected:
+            return CONNECTING
+        return JOINING if self.feed.replaying or self.state.settling else CONNECTED

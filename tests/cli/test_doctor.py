@@ -57,7 +57,8 @@ GPU = {"dev/nvidia0": "", "dev/nvidiactl": "", "proc/driver/nvidia/version": "NV
         ("files", {}, {"nofile": UNLIMITED}, {}, OK),
         ("cuda", {}, {}, {}, OK),
         ("state_dir", {}, {}, {}, WARNING),
-        ("state_dir", {}, {}, {"state_dir": "/proc/1/nowhere"}, OK),
+        ("state_dir", {}, {}, {"state_dir": "/tmp/not-there-yet/nor-that"}, OK),
+        ("state_dir", {}, {}, {"state_dir": "/proc/1/nowhere"}, PROBLEM),
         ("state_dir", {}, {}, {"state_dir": "/etc/passwd"}, PROBLEM),
         ("disk", {}, {}, {"disk_path": "/nowhere", "disk_bytes": 1}, PROBLEM),
         ("disk", {}, {}, {"disk_path": "/tmp", "disk_bytes": 1 << 60}, PROBLEM),
@@ -113,6 +114,26 @@ def test_a_taken_port_is_a_problem_unless_a_known_sidecar_has_it() -> None:
         assert found.level == OK
     (found,) = check_ports(config, [])
     assert found.level == OK
+
+
+def test_only_a_port_that_is_taken_is_looked_up() -> None:
+    (found,) = check_ports(ServeConfig(pub="tcp://nosuchhost.invalid:80", replay=None, allow_remote=True), [])
+    assert (found.level, found.remedy) == (PROBLEM, "set another `pub`")
+
+
+def test_a_socket_of_events_is_looked_at_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    config = ServeConfig(pub=f"ipc://{path}", replay=None)
+    assert [one.level for one in check_ports(config, [])] == [OK]
+    path.write_text("a file")
+    (found,) = check_ports(config, [])
+    assert (found.level, "no other file at" in found.what) == (PROBLEM, True)
+    assert not [*check_ports(config, [running(pub=config.pub)])]
+
+
+def test_a_socket_whose_directory_cannot_be_made() -> None:
+    free, directory = check_socket("/proc/1/nowhere/e.sock", [])
+    assert (free.level, directory.level, "cannot be made" in directory.what) == (OK, PROBLEM, True)
 
 
 def test_the_engine_socket_free_stale_taken_and_open_to_all(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from kvevents_service.cli import kvevents
 from kvevents_service.wire.codec import encode_batch
 from kvevents_service.wire.events import AllBlocksCleared, BlockStored, EventBatch
-from kvevents_service.wire.frames import snapshot_reply
+from kvevents_service.wire.frames import REPLAY_END, live_frames, snapshot_reply
 
 ID = bytes(range(16))
 STORED = BlockStored([11, 12], None, [1, 2, 3, 4, 5, 6, 7, 8], 4, None, "CPU", None)
@@ -70,6 +70,9 @@ def test_json_is_one_event_a_line_without_prompts() -> None:
         ([bytes(8), b"short"], 1, "publisher_id: expected 16 bytes"),
         ([bytes(8)], 1, "frames: expected"),
         ([bytes(8), ID, b"\xc1"], 1, "batch: expected"),
+        (REPLAY_END[1:], 1, "is a replay endpoint"),
+        (live_frames(b"", 7, b"\xc1"), 1, "is a replay endpoint"),
+        (live_frames(b"8 bytes.", 7, b"\xc1"), 1, "is a replay endpoint"),
     ],
 )
 def test_what_is_no_snapshot_is_named(frames: list[bytes], code: int, said: str) -> None:

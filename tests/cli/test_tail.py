@@ -213,6 +213,15 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, stdout, stderr
 
 
+def both(first: Stream, second: Stream, *options: str) -> subprocess.Popen[str]:
+    """A tail that has subscribed to the two."""
+    command = [KVEVENTS, "tail", first.endpoint, second.endpoint, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for one in (first, second):
+        one.socket.recv()
+    return process
+
+
 class TestStream:
     def test_each_event_is_a_line_at_once(self, stream: Stream) -> None:
         process = stream.tail("--json", "--count", "2")
@@ -303,10 +312,7 @@ class TestStream:
 
 class TestSeveral:
     def test_each_line_says_its_source(self, stream: Stream, other: Stream) -> None:
-        command = [KVEVENTS, "tail", stream.endpoint, other.endpoint, "--count", "4", "--color", "always"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for one in (stream, other):
-            one.socket.recv()
+        process = both(stream, other, "--count", "4", "--color", "always")
         stream.send(0, stored())
         other.send(0, AllBlocksCleared())
         other.send(3, stored())
@@ -320,10 +326,7 @@ class TestSeveral:
         assert names[1] in gap
 
     def test_in_json_it_is_a_key(self, stream: Stream, other: Stream) -> None:
-        command = [KVEVENTS, "tail", stream.endpoint, other.endpoint, "--count", "1", "--json"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for one in (stream, other):
-            one.socket.recv()
+        process = both(stream, other, "--count", "1", "--json")
         other.send(0, stored())
         (event,) = objects(ended(process)[1])
         assert (event["source"], event["type"]) == (other.endpoint, "BlockStored")
@@ -387,6 +390,27 @@ class TestSums:
         result = run("--input", "-", "--summary", "1", stdin=recorded(stored("CPU")))
         assert "stored 1.0 events/s, 1 blocks/s" in result.stdout
         assert "CPU g0: 1 blocks" in result.stdout
+
+    def test_of_several_each_source_has_a_line(self, stream: Stream, other: Stream) -> None:
+        process = both(stream, other, "--summary", "0.7", "--count", "1")
+        stream.send(0, stored("CPU"), stored("CPU"), BlockRemoved([5], "CPU"))
+        stream.send(3, stored("CPU"))
+        status, stdout, _ = ended(process)
+        total, first, second = stdout.splitlines()
+        assert (status, "2.0 batches/s" in total or "batches lost 2" in total) == (0, True)
+        for part in (stream.endpoint, "connected", "s old", "gaps 1", "lost batches 2", "duplicates 1",
+                     "removed unknown 1", "CPU: 1 blocks"):  # fmt: skip
+            assert part in first
+        assert second.startswith(f"  {other.endpoint}  connected  nothing yet  0.0 batches/s")
+
+    def test_in_json_each_source_is_an_object(self, stream: Stream, other: Stream) -> None:
+        process = both(stream, other, "--summary", "0.7", "--count", "1", "--json")
+        stream.send(0, stored("CPU"))
+        (line,) = objects(ended(process)[1])
+        first, second = line["sources"]
+        assert (first["source"], first["connected"], first["resident"]) == (stream.endpoint, True, {"CPU": 1})
+        assert first["age_s"] > 1e9, "the batch says that it is of 1970"
+        assert (second["source"], second["age_s"], second["batches"]) == (other.endpoint, None, 0)
 
     def test_they_are_of_what_is_wanted_and_end_when_they_are_counted(self, stream: Stream) -> None:
         process = stream.tail("--summary", "0.3", "--count", "2", "--json", "--medium", "CPU", "--type", "removed")

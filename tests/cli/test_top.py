@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import msgspec
 import pytest
 
-from kvevents_service.cli.sidecar_state import Connected, Copies, Output, State, Tier, state_of
+from kvevents_service.cli.sidecar_state import Connected, Copies, Followed, Output, State, Tier, state_of
 from kvevents_service.cli.top import Row, screen, span
 from kvevents_service.cli.top_figures import figures
 from kvevents_service.errors import ConfigError, SidecarGone
@@ -65,6 +65,38 @@ def test_the_screen_has_everything_and_a_peer_cannot_move_the_cursor() -> None:
     for part in ("1 sidecar", "h:9470 e\\x1b[2J1", "25.0% of 100 MiB", "1,234", "3 (0.5 s)", "no answer from"):
         assert part in text
     assert "\x1b[2J" not in text
+
+
+def relay(now: float = 100.0, batches: int = 0, **counts: int) -> State:
+    sources = [
+        Followed("tcp://10.0.0.7:5557", 0, "connected", {"GPU": 1234}, {"batches": batches, **counts}, 0.1, 200.0),
+        Followed("tcp://10.0.0.8:5557", 1, "stale", {}, {}),
+    ]
+    plain = msgspec.structs.asdict(state(now)) | {"tiers": [], "engines": [], "engine_socket": ""}
+    return State(**plain | {"service": "relay", "sources": sources})
+
+
+def test_sources_have_rates_and_counts_of_their_own() -> None:
+    seen = {"bytes": 10, "gaps": 2, "held": 3, "orphans": 4, "duplicates": 5, "replays": 6}
+    first, second = figures(relay(100.0, 10, **seen), relay(102.0, 30, **seen | {"bytes": 4010})).sources
+    assert (first.batches_per_s, first.bytes_per_s) == (10.0, 2000.0)
+    assert (first.gaps, first.behind, first.orphans, first.duplicates, first.replays) == (2, 3, 4, 5, 6)
+    assert (second.state, second.age_s, second.batches_per_s) == ("stale", None, 0.0)
+
+
+@pytest.mark.parametrize("width", [80, 180])
+def test_a_relay_and_its_sources_are_on_the_screen(width: int) -> None:
+    text = shown([Row("http://h:9470", relay(), figures(None, relay()))], width)
+    for part in ("h:9470 (relay)", "10.0.0.7:5557", "connected", "3.33 min", "GPU 1,234", "10.0.0.8:5557", "stale"):
+        assert part in text
+    assert "…" not in text
+    assert "sources" not in shown([Row("http://h:9470", state(), figures(None, state()))], width)
+
+
+def test_of_several_relays_each_source_says_whose_it_is() -> None:
+    text = shown([Row(f"http://{host}:9470", relay(), figures(None, relay())) for host in "ab"], 180)
+    assert "a:9470 < 10.0.0.7:5557" in text
+    assert "b:9470 < 10.0.0.8:5557" in text
 
 
 def test_a_narrow_screen_is_not_cut() -> None:

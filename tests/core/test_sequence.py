@@ -123,6 +123,43 @@ class TestStart:
         assert brief(live(sequence, 0, 1)) == [0, 1]
 
 
+class TestSince:
+    """The first replay is asked for from a number on; what was before is nobody's loss."""
+
+    def sequence(self) -> Sequencer:
+        sequence = Sequencer(replay=True, since=7)
+        assert sequence.start() == [Ask(7)]
+        return sequence
+
+    @pytest.mark.parametrize("first", [7, 9])
+    def test_the_reply_may_start_there_or_later(self, first: int) -> None:
+        sequence = self.sequence()
+        assert live(sequence, first + 2) == []
+        assert brief(replayed(sequence, first, first + 1)) == [f"r{first}", f"r{first + 1}"]
+        assert brief(sequence.end()) == [first + 2]
+        assert sequence.joined_at == first
+
+    def test_a_number_that_is_not_yet_is_no_hole_and_no_restart(self) -> None:
+        sequence = self.sequence()
+        assert live(sequence, 3) == []
+        assert brief(sequence.end()) == [3]
+        sequence.settle()
+        assert brief(live(sequence, 4)) == [4]
+
+    def test_nothing_before_it_is_asked_for_later(self) -> None:
+        sequence = self.sequence()
+        assert sequence.end() == []
+        assert brief(live(sequence, 5, 6)) == [5, 6]
+        assert sequence.start() == [Ask(7)]
+        assert sequence.give_up() == [Ask(7)]
+
+    def test_a_hole_behind_it_is_asked_for(self) -> None:
+        sequence = self.sequence()
+        replayed(sequence, 7)
+        assert sequence.end() == []
+        assert live(sequence, 9) == [Ask(8)]
+
+
 class TestGap:
     def test_it_is_filled_before_the_live_message(self) -> None:
         sequence = steady(1)

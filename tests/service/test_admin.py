@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 import pytest
 
 import kvevents_service
+from kvevents_service.config import ServeConfig
 from kvevents_service.errors import ConfigError
-from kvevents_service.service.admin import FRESH_S, MAX_STREAMS, listen, url_of
+from kvevents_service.service.admin import FRESH_S, MAX_STREAMS, hosts_of, listen, url_of
 from kvevents_service.testing import make_chain
 
 PAGE = Path(kvevents_service.__file__).parent / "data" / "live.html"
@@ -19,10 +20,10 @@ CANARY = 1_234_567_891
 LOCAL = "127.0.0.1:0"
 
 
-async def get(url: str | None, path: str) -> tuple[str, str, str]:
+async def get(url: str | None, path: str, host: str = "localhost") -> tuple[str, str, str]:
     """Status line, head and body."""
     reader, writer = await asyncio.open_connection(urlsplit(str(url)).hostname, urlsplit(str(url)).port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
     answer = (await reader.read(-1)).decode()
     writer.close()
     head, _, body = answer.partition("\r\n\r\n")
@@ -65,7 +66,15 @@ async def test_the_state_has_short_hashes_and_no_tokens(run, engine) -> None:
     state = json.loads(bodies["/state"])
     (told,) = state["latest"]
     assert told == {
-        **{"seq": 0, "ts": told["ts"], "type": "BlockStored", "medium": "CPU", "group": 0, "blocks": 8},
+        **{
+            "dp_rank": 0,
+            "seq": 0,
+            "ts": told["ts"],
+            "type": "BlockStored",
+            "medium": "CPU",
+            "group": 0,
+            "blocks": 8,
+        },
         "first": chain.hashes[0][-8:-4].hex(),
         "last": chain.hashes[7][-8:-4].hex(),
     }
@@ -83,7 +92,7 @@ async def test_the_live_stream_tells_the_state_again_and_again(run) -> None:
     async with run(admin=LOCAL) as service:
         url = urlsplit(service.ready.admin)
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
-        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"text/event-stream" in head
         seen = [json.loads((await reader.readuntil(b"\n\n")).partition(b"data: ")[2]) for _ in range(2)]
@@ -100,7 +109,7 @@ async def test_many_pages_leave_room_for_the_probes(run) -> None:
         held = []
         for _ in range(MAX_STREAMS):
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
-            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            writer.write(b"GET /live HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
             await reader.readuntil(b"data: ")
             held.append(writer)
         assert service.admin.streams == MAX_STREAMS
@@ -108,6 +117,43 @@ async def test_many_pages_leave_room_for_the_probes(run) -> None:
         assert (await get(service.ready.admin, "/readyz"))[0] == "HTTP/1.1 200 OK"
         for writer in held:
             writer.close()
+
+
+async def test_probes_are_answered_when_nothing_else_is(run) -> None:
+    async with run(admin=LOCAL) as service:
+        server = service.admin.server
+        server.answering = server.limits.connections
+        codes = {
+            path: (await get(service.ready.admin, path))[0][9:12] for path in ("/state", "/healthz", "/readyz")
+        }
+        assert codes == {"/state": "503", "/healthz": "200", "/readyz": "200"}
+
+
+async def test_a_page_of_another_site_is_refused(run) -> None:
+    async with run(admin=LOCAL, admin_hosts=("node-7",)) as service:
+        for host, code in (("evil.example", "403"), ("node-7:9470", "200"), ("localhost", "200")):
+            for path in ("/", "/state", "/metrics"):
+                assert (await get(service.ready.admin, path, host))[0][9:12] == code
+
+
+@pytest.mark.parametrize(
+    ("settings", "good"),
+    [
+        ({}, False),
+        ({"admin": "127.0.0.1:1"}, False),
+        ({"admin": "[::1]:1"}, False),
+        ({"admin": "0.0.0.0:1", "allow_remote": True}, True),
+        ({"admin": "0.0.0.0:1", "allow_remote": True, "admin_hosts": ("a",)}, False),
+    ],
+)
+def test_names_are_checked_where_they_are_known(settings: dict[str, object], good: bool) -> None:
+    assert (b"other" in hosts_of(ServeConfig(**settings))) == good
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a:1", "http://a", "a..b", "é"])
+def test_what_is_no_name_of_a_host(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^admin_hosts\[0\]: expected a host's name"):
+        ServeConfig(admin_hosts=(name,))
 
 
 async def test_many_who_ask_at_once_cost_one_look(run) -> None:

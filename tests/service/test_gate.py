@@ -66,6 +66,19 @@ def keys(tmp_path: Path, pairs: Iterator[Pair]) -> Keys:
     return Keys(tmp_path, next(pairs), next(pairs))
 
 
+async def test_a_list_without_a_key_is_said_at_start(
+    keys: Keys, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys.allow()
+    config = ServeConfig(
+        engine_socket=str(tmp_path / "e.sock"), pub="tcp://127.0.0.1:0", replay=None, admin="off", host_bytes=4096,
+        **keys.settings,
+    )  # fmt: skip
+    async with started(config):
+        pass
+    assert f"nobody can connect: there is no key in {keys.allowed_file}" in caplog.text
+
+
 @asynccontextmanager
 async def reading(service: Service, keys: ClientKeys | None) -> AsyncIterator[Subscriber]:
     source = Source(service.ready.pub, service.ready.replay, label="sidecar", keys=keys)

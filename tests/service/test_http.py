@@ -11,7 +11,8 @@ from http import HTTPStatus
 
 import pytest
 
-from kvevents_service.service.http import HttpLimits, HttpServer, Response, plain
+from kvevents_service.service.hosts import Hosts
+from kvevents_service.service.http import MAX_HEAD_BYTES, HttpLimits, HttpServer, Response, plain
 
 Ask = Callable[[bytes], object]
 GET = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -76,10 +77,10 @@ ROUTES = {
 
 
 @asynccontextmanager
-async def serving(**limits: float) -> AsyncIterator[HttpServer]:
+async def serving(hosts: Hosts | None = None, **limits: float) -> AsyncIterator[HttpServer]:
     sock = socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
-    server = HttpServer(sock, ROUTES, HttpLimits(**limits))  # type: ignore[arg-type]
+    server = HttpServer(sock, ROUTES, HttpLimits(**limits), hosts=hosts, urgent=("/hello",))  # type: ignore[arg-type]
     task = asyncio.create_task(server.run())
     try:
         async with asyncio.timeout(30):
@@ -121,6 +122,9 @@ async def settled(server: HttpServer) -> None:
         (GET % b"/nowhere", b"404 Not Found", f"there are: {', '.join(ROUTES)}\n".encode()),
         (GET % b"/../hello", b"404 Not Found", None),
         (b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab", b"405 Method Not Allowed", None),
+        (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", b"405 Method Not Allowed", None),
+        (GET % b"/h%65llo", b"404 Not Found", None),
+        (GET % b"/hello" * 2, b"200 OK", b"hello\n"),
         (b"GET /hello HTTP/1.1\r\n\r\n", b"400 Bad Request", None),
         (b"garbage\r\n\r\n", b"400 Bad Request", None),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400 Bad Request", None),
@@ -224,16 +228,156 @@ async def test_a_page_that_is_not_read_keeps_its_place_for_some_pieces_only() ->
         await settled(server)
 
 
-async def test_too_many_are_told_so_and_places_come_back() -> None:
-    async with serving(connections=2) as server:
-        held = [await connect(server) for _ in range(2)]
-        while server.connections < 2:
-            await asyncio.sleep(0.01)
-        assert (await ask(server, b"")).startswith(b"HTTP/1.1 503 ")
-        for _, writer in held:
-            writer.close()
+async def held(server: HttpServer, count: int, request: bytes = b"") -> list[asyncio.StreamWriter]:
+    """So many connections that take no answer."""
+    writers, before = [], server.connections
+    for _ in range(count):
+        _, writer = await connect(server)
+        writer.transport.pause_reading()
+        writer.write(request)
+        writers.append(writer)
+    while server.connections < before + count:
+        await asyncio.sleep(0.01)
+    return writers
+
+
+async def until_asked(server: HttpServer, requests: int) -> None:
+    while server.answering < requests:
+        await asyncio.sleep(0.01)
+
+
+async def test_who_never_asks_gives_way_the_oldest_first() -> None:
+    async with serving(connections=2, reserve=2) as server:
+        slow = [await connect(server) for _ in range(4)]
+        for number in (1, 2):
+            while server.connections < 4:
+                await asyncio.sleep(0.01)
+            assert b"hello" in await ask(server, GET % b"/hello")
+            assert server.evicted == number
+            slow.append(await connect(server))
+        for reader, _ in slow[:2]:
+            with suppress(ConnectionError):
+                assert await reader.read(-1) == b""
+        for reader, writer in slow[2:]:
+            writer.write(GET % b"/hello")
+            assert b"hello" in await reader.read(-1)
         await settled(server)
+        assert (server.requests, server.refused) == (6, 2)
+        for _, writer in slow:
+            writer.close()
+
+
+async def test_probes_are_answered_while_others_hold_all_places() -> None:
+    async with serving(connections=2, reserve=2) as server:
+        writers = await held(server, 2, GET % b"/endless")
+        await until_asked(server, 2)
+        assert (await ask(server, GET % b"/numbers")).startswith(b"HTTP/1.1 503 ")
         assert b"hello" in await ask(server, GET % b"/hello")
+        for writer in writers:
+            writer.transport.abort()
+        await settled(server)
+        assert b"2\n" in await ask(server, GET % b"/numbers")
+
+
+async def test_too_many_who_do_not_take_their_answers_are_told_so() -> None:
+    async with serving(connections=4, reserve=0) as server:
+        writers = await held(server, 4, GET % b"/endless")
+        await until_asked(server, 4)
+        assert (await ask(server, b"")).startswith(b"HTTP/1.1 503 ")
+        for writer in writers:
+            writer.transport.abort()
+        await settled(server)
+
+
+async def test_a_head_that_drips_in_is_cut_off_in_time() -> None:
+    async with serving(request_s=0.2) as server:
+        reader, writer = await connect(server)
+        with suppress(ConnectionError):
+            for byte in GET % b"/hello" + b"x" * 1000:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+                if not server.connections and server.refused:
+                    break
+        assert await reader.read(-1) == b""
+        assert server.refused == 1
+        writer.close()
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 100])
+@pytest.mark.parametrize(("over", "status"), [(0, b"200 OK"), (1, b"431 Request Header Fields Too Large")])
+async def test_the_head_is_as_long_as_documented_and_no_longer(over: int, status: bytes, pieces: int) -> None:
+    start, end = b"GET /hello HTTP/1.1\r\nHost: x\r\nX: ", b"\r\n\r\n"
+    head = start + b"y" * (MAX_HEAD_BYTES + over - len(start) - len(end)) + end
+    async with serving() as server:
+        reader, writer = await connect(server)
+        for place in range(0, len(head), step := -(-len(head) // pieces)):
+            writer.write(head[place : place + step])
+            await writer.drain()
+            await asyncio.sleep(0.001 if pieces > 1 else 0)
+        assert (await reader.read(-1)).startswith(b"HTTP/1.1 " + status)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n", b"405 Method Not Allowed"),
+        (b"GET /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n", b"200 OK"),
+        (b"GET /hello HTTP/1.1\r\nHost: x\r\nX: ", b"431 Request Header Fields Too Large"),
+    ],
+)
+async def test_what_is_sent_behind_a_request_does_not_cost_its_answer(head: bytes, status: bytes) -> None:
+    def whole() -> bytes:
+        with socket.create_connection(server._socket.getsockname()) as client:
+            client.sendall(head + b"y" * 4_000_000)
+            answer = b""
+            while piece := client.recv(65536):
+                answer += piece
+            return answer
+
+    async with serving() as server:
+        answer = await asyncio.to_thread(whole)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert (b"\r\nallow: get, head" in answer.lower()) == (b"405" in status)
+
+
+async def test_a_client_that_closes_its_side_gets_its_answer() -> None:
+    async with serving() as server:
+        reader, writer = await connect(server)
+        writer.write(GET % b"/numbers")
+        writer.write_eof()
+        assert (await reader.read(-1)).endswith(b"0\r\n\r\n")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "good"),
+    [
+        (b"localhost:9470", True),
+        (b"LOCALHOST.", True),
+        (b"127.0.0.1", True),
+        (b"[::1]:9470", True),
+        (b"10.0.0.7:9470", True),
+        (b"node-7:9470", True),
+        (b"evil.example", False),
+        (b"evil.example:9470", False),
+        (b"localhost.evil.example", False),
+        (b"127.0.0.1.evil.example", False),
+        (b"127.0.0.1@evil.example", False),
+        (b"[::1].evil.example", False),
+        (b"x y", False),
+    ],
+)
+async def test_a_page_that_a_name_led_here_reads_nothing(host: bytes, good: bool) -> None:
+    async with serving(Hosts(["Node-7"])) as server:
+        answer = await ask(server, (GET % b"/hello").replace(b"Host: x", b"Host: " + host))
+        assert answer.startswith(b"HTTP/1.1 " + (b"200 " if good else b"403 "))
+        assert (b"hello" in answer) == good
+
+
+async def test_no_name_at_all_is_no_browser() -> None:
+    async with serving(Hosts()) as server:
+        assert b"hello" in await ask(server, b"GET /hello HTTP/1.0\r\n\r\n")
 
 
 def requests(seed: int, count: int) -> Iterator[bytes]:

@@ -1,22 +1,33 @@
 """Metrics say what the sidecar's books say; the dashboard asks only for what there is."""
 
 import asyncio
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import zmq
+from core.engine_model import stored
+from peers import peer
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents_service.config import OutputConfig
+from kvevents_service.nats_config import NatsConfig
 from kvevents_service.service.metrics import FAMILIES, Metrics
+from kvevents_service.source_config import SourceConfig
 from kvevents_service.testing import make_chain
 
 DASHBOARD = Path(__file__).parents[2] / "docker" / "grafana" / "kvevents.json"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "operations.md"
+DISK_ERRORS = "kvevents_disk_errors_total"
 ENDINGS = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-LABELS = {"version", "medium", "state", "reason", "direction", "result", "type", "output", "dialect", "kind"}
+LABELS = {
+    *("version", "medium", "state", "reason", "direction", "result", "type", "output", "dialect", "kind"),
+    *("dp_rank", "source", "subject"),
+}
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -61,7 +72,7 @@ async def test_they_say_what_happened(run, engine) -> None:
         ("kvevents_events_total", (cpu, ("type", "BlockStored"))): 1,
         ("kvevents_event_blocks_total", (cpu, ("type", "BlockRemoved"))): 8,
         ("kvevents_engine_sessions", ()): 1,
-        ("kvevents_next_event_number", ()): 2,
+        ("kvevents_next_event_number", (("dp_rank", "0"),)): 2,
         ("kvevents_output_batches_total", (("dialect", "aibrix"), ("output", "1"))): 2,
     }
     assert {key: said.get(key) for key in expected} == expected
@@ -77,10 +88,69 @@ async def test_they_say_what_happened(run, engine) -> None:
 async def test_every_metric_is_there_before_an_engine_is(run) -> None:
     async with run(snapshot="tcp://127.0.0.1:0") as service:
         names = {name for name, _ in scraped(Metrics(service.instruments))}
-    of_engines = {family.full_name for family in FAMILIES if {"medium", "direction"} & set(family.labels)}
+    others = {"medium", "direction", "source", "subject"}
+    of_engines = {family.full_name for family in FAMILIES if others & set(family.labels)} | {DISK_ERRORS}
     there = {family.full_name for family in FAMILIES if family.kind != "histogram"}
     assert there - of_engines <= names
     assert "process_resident_memory_bytes" in names
+
+
+def fetched(url: str) -> str:
+    with urlopen(url, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def documented() -> dict[str, tuple[str, set[str]]]:
+    """Kind and labels of each metric in the table."""
+    text = DOCUMENTED.read_text().partition("<!-- metrics -->")[2].partition("<!-- /metrics -->")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in text.strip().splitlines()[2:]]
+    return {name: (kind, {*labels.split(", ")} - {""}) for name, kind, labels, _ in rows}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nats") is None, reason="nats-py is not installed (extra: nats)")
+async def test_the_documentation_has_what_is_printed(run, engine, tmp_path: Path) -> None:
+    """Of a sidecar that has one of everything: names, kinds and labels; each metric has a sample."""
+    more = {
+        "nats": (NatsConfig(servers=("nats://127.0.0.1:1",), subject="kv.0"),),
+        "disk_path": str(tmp_path), "disk_bytes": 4096, "admin": "127.0.0.1:0", "snapshot": "tcp://127.0.0.1:0",
+    }  # fmt: skip
+    async with peer(snapshots=False) as source:
+        sources = (SourceConfig(source.endpoint, source.replay),)
+        async with run(sources=sources, **more) as service:
+            mini = await asyncio.to_thread(engine)
+            await asyncio.to_thread(mini.store, make_chain(range(8), 4), [0, 1])
+            source.send(1, stored((0,)))
+            while service.relay.views()[0].lag_s is None:
+                await asyncio.sleep(0.01)
+            text = await asyncio.to_thread(fetched, f"{service.ready.admin}/metrics")
+    printed = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith("kvevents_"):
+            labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
+            assert len(labels) == 1, f"{family.name} has no sample, or samples of different labels: {labels}"
+            name = family.name + ("_total" if family.type == "counter" else "")
+            printed[name] = (family.type, set(labels.pop()))
+    assert printed == documented()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nats") is None, reason="nats-py is not installed (extra: nats)")
+async def test_what_waits_for_a_broker_and_what_a_disk_did(run, engine, tmp_path: Path) -> None:
+    nats = (NatsConfig(servers=("nats://127.0.0.1:1",), subject="kv.0"),)
+    async with run(nats=nats, disk_path=str(tmp_path), disk_bytes=4096) as service:
+        mini = await asyncio.to_thread(engine)
+        await asyncio.to_thread(mini.store, make_chain(range(8), 4), [0, 1])
+        service.sidecar._tiers._disk.faults.count("enospc")
+        (output,) = service.events.nats
+        while not output.disconnects:
+            await asyncio.sleep(0.01)
+        said, subject = scraped(Metrics(service.instruments)), (("subject", "kv.0"),)
+        assert said["kvevents_nats_pending_batches", subject] == len(output.queue) > 0
+        assert said["kvevents_nats_pending_bytes", subject] == output.queue.bytes > 100
+        assert said["kvevents_nats_disconnects_total", subject] >= 1
+        for name in ("connected", "connections_total", "batches_acked_total", "batches_published_total"):
+            assert said[f"kvevents_nats_{name}", subject] == 0
+    assert said["kvevents_disk_errors_total", (("kind", "enospc"),)] == 1
+    assert said["kvevents_disk_errors_total", (("kind", "short"),)] == 0
 
 
 async def test_readers_are_counted_as_they_come_and_go(run) -> None:
@@ -161,6 +231,12 @@ def test_every_panel_of_the_dashboard_is_drawn() -> None:
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
 
 
-@pytest.mark.parametrize("name", ["hit_blocks", "burnt_numbers", "copy_seconds", "event_loop_lag_seconds"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hit_blocks", "burnt_numbers", "copy_seconds", "event_loop_lag_seconds"),
+        *("source_state", "source_age_seconds", "nats_connected", "nats_batches_dropped", "disk_errors"),
+    ],
+)
 def test_what_an_operator_is_paged_for_is_on_the_dashboard(name: str) -> None:
     assert any(f"kvevents_{name}" in query for query in queries())

@@ -262,6 +262,8 @@ async def test_what_is_said_last_is_seen_off_before_the_sidecar_ends(server: Ser
             tier, output = Tier(service, 10_000), output_of(service)
             tier.store(0)
             await agrees(reader, tier, output)
+            server.signal(signal.SIGSTOP)  # it has to be waited for
+            asyncio.get_running_loop().call_later(1.0, server.signal, signal.SIGCONT)
             for family in range(1, 200):
                 tier.store(family, 5)
         newest = tier.publisher.journal.next_seq - 1

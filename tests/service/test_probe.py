@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvevents_service.config import ServeConfig
+from kvevents_service.service import app
 from kvevents_service.service.app import Service, started
 from kvevents_service.service.probe import Probe
 from kvevents_service.testing import make_chain
@@ -21,7 +22,7 @@ SOON_S = 0.2
 
 
 def probe_of(service: Service, deadline_s: float = 10.0) -> Probe:
-    return Probe(service.sidecar, service.publisher, service.plane.path, deadline_s)
+    return app.probe_of(service.sidecar, service.plane, deadline_s)
 
 
 async def test_it_is_ready_before_an_engine_and_with_one(run, engine) -> None:
@@ -140,7 +141,7 @@ async def test_a_sidecar_that_drains_is_not_ready(run) -> None:
     async with run() as service:
         service.sidecar.draining = True
         probed = await probe_of(service).ask()
-        assert (probed.ready, probed.why) == (False, "the sidecar is draining")
+        assert (probed.ready, probed.why) == (False, "it is draining")
 
 
 async def test_those_who_ask_together_share_one_probe(run) -> None:

@@ -143,7 +143,13 @@ class RawSockets:
         method = random.choice((b"GET", b"HEAD", b"POST", b"\x16\x03\x01", b"GET" * 50))
         headers = b"".join(
             random.choice(
-                (b"Host: x\r\n", b"Content-Length: 99\r\n", b"Content-Length: -1\r\n", b"a" * 300 + b": b\r\n")
+                (
+                    b"Host: x\r\n",
+                    b"Host: localhost\r\n",
+                    b"Content-Length: 99\r\n",
+                    b"Content-Length: -1\r\n",
+                    b"a" * 300 + b": b\r\n",
+                )
             )
             for _ in range(random.randrange(6))
         )
