@@ -298,10 +298,15 @@ def test_what_is_being_written_behind_a_forgotten_block_is_orphaned() -> None:
 # blocks of an earlier process
 
 
+def adopt(pool: BlockPool, *runs: StoreRun) -> list[BlockStoreMeta]:
+    pool.reserve(runs)
+    return [meta for run in runs for meta in pool.adopt(run)]
+
+
 def test_what_is_adopted_can_be_found_evicted_and_built_upon() -> None:
     pool = BlockPool(6, 1)
     ab, cd = meta_of(ABCD.part(0, 2)), meta_of(ABCD.part(2))
-    assert pool.adopt([StoreRun(ab, [5, 1]), StoreRun(cd, [0, 3])]) == [ab, cd]
+    assert adopt(pool, StoreRun(ab, [5, 1]), StoreRun(cd, [0, 3])) == [ab, cd]
     pool.check()
     assert [pool.slot_of(0, name) for name in ABCD.hashes] == [5, 1, 0, 3]
     assert pool.ready_prefix(0, ABCD.packed, 32) == 4
@@ -314,11 +319,11 @@ def test_inner_names_of_what_is_adopted_come_with_the_block_that_has_them() -> N
     pool, meta = BlockPool(6, 1), meta_of(ABCD)
     ending = inside(b"i", ABCD.hashes[1]), inside(b"j", b"i")
     foreign, taken = inside(b"k", b"nowhere"), inside(ABCD.hashes[0], None)
-    assert pool.adopt([StoreRun(meta, [5, 1, 0, 3], (*ending, foreign, taken))]) == [meta, *ending]
+    assert adopt(pool, StoreRun(meta, [5, 1, 0, 3], (*ending, foreign, taken))) == [meta, *ending]
     pool.check()
     assert [pool.inner_slot(0, name) for name in (b"i", b"j", b"k")] == [0, 0, None]
     assert pool.more_names(0) == list(ending)
-    assert pool.adopt([StoreRun(meta_of(EF), [2, 4], (inside(b"i", None),))]) == [meta_of(EF)]
+    assert adopt(pool, StoreRun(meta_of(EF), [2, 4], (inside(b"i", None),))) == [meta_of(EF)]
     assert pool.inner_slot(0, b"i") == 0
 
 
@@ -342,7 +347,7 @@ def inside(name: bytes, parent: bytes | None) -> BlockStoreMeta:
 )
 def test_what_cannot_stand_here_is_not_adopted(run: StoreRun) -> None:
     pool = BlockPool(6, 1)
-    pool.adopt([StoreRun(meta_of(ABCD.part(0, 2)), [0, 1])])
-    assert pool.adopt([run]) == []
+    adopt(pool, StoreRun(meta_of(ABCD.part(0, 2)), [0, 1]))
+    assert adopt(pool, run) == []
     assert pool.free_slots == 4
     pool.check()
