@@ -49,6 +49,8 @@ class Reader:
         self.follower = Follower()
         self.subscriber: Subscriber | None = None
         self._random = random
+        self._stays = asyncio.Event()
+        """This life is its last."""
 
     async def run(self, ending: asyncio.Event) -> None:
         """Read until cancelled; after `ending` it stays."""
@@ -73,6 +75,7 @@ class Reader:
                     await ending.wait()
             except TimeoutError:
                 return
+        self._stays.set()
         await asyncio.Event().wait()
 
     def _add_up(self) -> None:
@@ -85,6 +88,8 @@ class Reader:
 
     async def compare(self, observer: Observer) -> None:
         """Catch up, and hold what was folded against the books."""
+        async with asyncio.timeout(CATCH_UP_S):
+            await self._stays.wait()
         inspected = await quiet(observer, CATCH_UP_S)
         if not await self.follower.reach(inspected.next_seq, CATCH_UP_S):
             self.faults.append(f"it did not catch up with {inspected.next_seq}: {self.follower}")
