@@ -295,6 +295,50 @@ def test_what_is_being_written_behind_a_forgotten_block_is_orphaned() -> None:
     pool.check()
 
 
+# what is behind a block
+
+
+def test_what_branches_off_is_found_behind_a_block_and_siblings_that_left_are_not() -> None:
+    pool = BlockPool(12, 1)
+    trunk = ABCD.part(0, 2)
+    pool.commit(allocate(pool, trunk).slots)
+    tail = pool.slot_of(0, trunk.hashes[1])
+    assert tail is not None
+    twigs = [make_chain((*range(4), *range(100 * n, 100 * n + 4)), 2).part(2) for n in (1, 2, 3)]
+    for twig in twigs:
+        pool.commit(allocate(pool, twig, tail).slots)
+    pool.check()
+    middle = pool.slot_of(0, twigs[1].hashes[0])
+    assert middle is not None
+    assert pool.forget([middle]) == [(0, list(twigs[1].hashes[::-1]), False)]
+    pool.check()
+    (gone,) = pool.forget([tail])
+    assert sorted(gone.hashes) == sorted([trunk.hashes[1], *twigs[0].hashes, *twigs[2].hashes])
+    for twig in (twigs[0], twigs[2]):
+        assert gone.hashes.index(twig.hashes[1]) < gone.hashes.index(twig.hashes[0])
+    assert gone.hashes[-1] == trunk.hashes[1]
+    assert pool.ready_names(0) == [trunk.hashes[0]]
+    pool.check()
+
+
+def test_what_was_indexed_last_is_forgotten_first_with_the_tails_behind_it() -> None:
+    pool = BlockPool(8, 1)
+    slots = allocate(pool, ABCD).slots
+    tail = inside(b"t", ABCD.hashes[3])
+    pool.commit([*slots, *pool.allocate(tail, [b"t"], slots[3]).slots])
+    pool.commit(pool.allocate(inside(b"u", None), [b"u"], None).slots)
+    assert [(gone.hashes, gone.inner) for gone in pool.forget_last(1)] == [
+        ([b"t"], True),
+        ([ABCD.hashes[3]], False),
+    ]
+    assert pool.forget_last(9) == [(0, list(ABCD.hashes[2::-1]), False)]
+    assert not pool.empty
+    assert pool.forget_last(9) == [(0, [b"u"], True)]
+    assert pool.empty
+    assert pool.free_slots == 8
+    pool.check()
+
+
 # blocks of an earlier process
 
 
