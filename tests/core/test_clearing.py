@@ -77,14 +77,18 @@ def test_meanwhile_nothing_is_found_stored_or_loaded() -> None:
 
 
 def test_a_copy_that_ends_meanwhile_announces_nothing_and_a_load_is_a_miss() -> None:
-    copies = full()
-    scheduler = copies.scheduler
-    hit = scheduler.lookup(1, Lookup(2, "r", LONG.packed, 10.0), 0.0)
-    copies.perform(scheduler.load(1, Load(4, "r", hit.lease_id or 0, pack_int32(range(500, 507))), 0.0))
+    scheduler = OffloadScheduler(tier("CPU", 10), LIMITS)
+    scheduler.hello(1, 1000)
+    copies = HeldCopies(scheduler)
     copies.perform(scheduler.step(1, Step(6, [OTHER.offer(range(3))]), 0.0))
+    copies.perform(scheduler.step(1, Step(1, [LONG.offer(range(7))]), 0.0))
+    copies.complete(1)
+    hit = scheduler.lookup(1, Lookup(2, "r", LONG.part(0, 2).packed, 10.0), 0.0)
+    copies.perform(scheduler.load(1, Load(4, "r", hit.lease_id or 0, pack_int32(range(500, 502))), 0.0))
     copies.perform(scheduler.reset(1, Reset(5)))
     copies.published.clear()
-    assert copies.complete() == [Loaded(4, 0)]
+    assert scheduler.pool.ready_names(0) == list(LONG.hashes[:4])
+    assert copies.complete(1) == [Loaded(4, 0)]
     assert copies.complete() == [StepDone(6, 0, 0, 3)]
     assert copies.published == []
     while scheduler.unfinished:
@@ -102,7 +106,15 @@ def test_resets_that_come_meanwhile_are_answered_together() -> None:
     assert scheduler.reset(NO_SESSION, Reset(6)) == [Reply(NO_SESSION, ResetDone(6, 0))]
 
 
-def test_both_tiers_are_emptied_and_nothing_is_demoted_meanwhile() -> None:
+def test_nothing_is_demoted_meanwhile() -> None:
+    cascade = Cascade(tier("CPU", 7), tier("STORAGE", 9), LIMITS)
+    copies = full(cascade)
+    copies.perform(cascade.reset(1, Reset(5)))
+    copies.perform(cascade.tick(0.0))
+    assert (len(cascade.pool), copies.pending) == (4, [])
+
+
+def test_both_tiers_are_emptied() -> None:
     cascade = Cascade(tier("CPU", 7), tier("STORAGE", 9), LIMITS)
     copies = full(cascade)
     copies.perform(cascade.tick(0.0))
@@ -115,8 +127,6 @@ def test_both_tiers_are_emptied_and_nothing_is_demoted_meanwhile() -> None:
     copies.published.clear()
     copies.perform(cascade.reset(1, Reset(5)))
     while cascade.clearing.under_way:
-        copies.perform(cascade.tick(0.0))
-        assert not copies.pending
         copies.perform(cascade.go_on(0.0))
     assert [(run.medium, len(run.block_hashes)) for run in copies.published if isinstance(run, RemovedRun)] == [
         *[("CPU", blocks) for blocks in (3, 3, 1)],
@@ -172,7 +182,8 @@ def test_what_an_engine_stores_anew_meanwhile_is_not_adopted_and_what_is_behind_
 def test_a_reset_forgets_what_was_kept_and_not_announced_yet() -> None:
     scheduler = OffloadScheduler(tier("CPU", 10), LIMITS)
     scheduler.hello(1, 1000)
-    scheduler.tier.adopt(kept([9, 8, 7, 6, 5, 4, 3]))
+    root = StoreRun(snapshot(OTHER.offer(range(3)), ONE[0], "CPU", 32), [0, 1, 2])
+    scheduler.tier.adopt([*kept([9, 8, 7, 6, 5, 4, 3]), root])
     commands = scheduler.reset(1, Reset(5))
     while scheduler.unfinished:
         commands += scheduler.go_on(0.0)

@@ -312,6 +312,10 @@ def test_what_branches_off_is_found_behind_a_block_and_siblings_that_left_are_no
     assert middle is not None
     assert pool.forget([middle]) == [(0, list(twigs[1].hashes[::-1]), False)]
     pool.check()
+    newest = allocate(pool, twigs[1], tail).slots
+    pool.check()
+    pool.abandon(newest)
+    pool.check()
     (gone,) = pool.forget([tail])
     assert sorted(gone.hashes) == sorted([trunk.hashes[1], *twigs[0].hashes, *twigs[2].hashes])
     for twig in (twigs[0], twigs[2]):
