@@ -53,7 +53,7 @@ class Sidecar:
         self.meter = CopyMeter(clock)
         self.copies = Copies(self.perform, self.meter)
         self._tiers = Tiers(config, clock)
-        self._watch = DiskWatch(self._tiers.stats)
+        self._watch = DiskWatch(self._of_disk)
         self._bytes_moved = 0
         self._more = asyncio.Event()
 
@@ -276,6 +276,11 @@ class Sidecar:
             "copies": self.copies.running,
             "copies_failed": self.copies.failed,
         }
+
+    def _of_disk(self) -> dict[str, int]:
+        """What is watched for the log."""
+        unsaved = self.tier.scheduler.tier.counters["evicted_unsaved"] if self.tier is not None else 0
+        return {**self._tiers.stats(), "evicted_unsaved": unsaved}
 
     def inspect(self, call_id: int, *, residents: bool) -> Inspected:
         """Counters, and the resident set as of batch `next_seq` - 1."""

@@ -147,11 +147,10 @@ class Soak:
         readers = [reader for process in told for reader in process["readers"]]
         growth, lag_s = Growth.of(self.samples), lag_quantile_s(metrics, 0.99)
         rate = totals["blocks_offered"] / took
-        self.faults += rate_faults(rate, self.plan.blocks_per_s)
+        self.faults += rate_faults(rate, self.plan.blocks_per_s) + self._engine_faults(totals) + self._end_faults()
         self.faults += memory_faults(growth, self.samples) + lag_faults(lag_s, control_s)
         self.faults += [fault for process in told for fault in process["faults"]]
         self.faults += reader_faults(readers, sum(process.count for process in self.readers))
-        self.faults += self._engine_faults(totals) + self._end_faults()
         self.cpu |= {"engines": totals["cpu_s"], "readers": sum(process.get("cpu_s", 0.0) for process in told)}
         return {
             "ok": not self.faults,
