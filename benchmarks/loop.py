@@ -3,7 +3,8 @@
 A process runs what `kvevents serve` runs, on asyncio's own loop, whose every callback is timed: what holds the loop
 is what a lookup or another engine waits for. CPU time is that of the loop's thread alone, so neighbours and the
 copying threads do not count. Each phase is one kind of work at BLOCKS blocks in each of two tiers, the one behind
-kept on the disk. `gc` is the longest pass of the garbage collector, which is a part of some callback.
+kept on the disk. `gc` is the longest pass of the garbage collector, which is a part of some callback; `over`, how
+many callbacks of how many took longer than the target.
 """
 
 from __future__ import annotations
@@ -59,11 +60,21 @@ class Held(NamedTuple):
     name: str
 
 
+class Taken(NamedTuple):
+    """Of one phase: the longest callbacks, how many there were and how many over the target, the longest gc in ms."""
+
+    held: list[Held]
+    calls: int
+    over: int
+    gc_ms: float
+
+
 class Watch:
     """Times every callback of asyncio's loop in this process."""
 
     def __init__(self) -> None:
         self.longest: dict[str, float] = {}
+        self.calls = self.over = 0
         self.gc_ms = 0.0
         self._gc_at = 0.0
         run, clock = asyncio.events.Handle._run, time.thread_time
@@ -72,6 +83,8 @@ class Watch:
             started = clock()
             run(handle)
             took = clock() - started
+            self.calls += 1
+            self.over += took * 1e3 > TARGET_MS
             if took > 0.001:
                 name = _name(handle)
                 self.longest[name] = max(took, self.longest.get(name, 0.0))
@@ -85,12 +98,12 @@ class Watch:
         else:
             self.gc_ms = max(self.gc_ms, (time.thread_time() - self._gc_at) * 1e3)
 
-    def take(self) -> tuple[list[Held], float]:
-        """The longest callbacks and the longest pass since the last call."""
-        longest, self.longest = self.longest, {}
-        gc_ms, self.gc_ms = self.gc_ms, 0.0
-        held = sorted((Held(seconds * 1e3, name) for name, seconds in longest.items()), reverse=True)
-        return held[:NAMED], gc_ms
+    def take(self) -> Taken:
+        """Since the last call."""
+        held = sorted((Held(seconds * 1e3, name) for name, seconds in self.longest.items()), reverse=True)
+        taken = Taken(held[:NAMED], self.calls, self.over, self.gc_ms)
+        self.longest, self.calls, self.over, self.gc_ms = {}, 0, 0, 0.0
+        return taken
 
 
 def _name(handle: asyncio.events.Handle) -> str:
@@ -144,11 +157,11 @@ class Sidecar:
         assert self._pipe.poll(CONNECT_S), "the sidecar does not start"
         self.ready: dict[str, Any] = self._pipe.recv()
 
-    def held(self) -> tuple[list[Held], float]:
+    def taken(self) -> Taken:
         self._pipe.send(True)
         assert self._pipe.poll(DEADLINE_S), "the sidecar does not answer"
-        held, gc_ms = self._pipe.recv()
-        return held, gc_ms
+        taken: Taken = self._pipe.recv()
+        return taken
 
     def stop(self) -> None:
         self._process.terminate()
@@ -210,16 +223,15 @@ class Phases:
 
     def __init__(self, sidecar: Sidecar) -> None:
         self.sidecar = sidecar
-        self.held: dict[str, list[Held]] = {}
-        self.gc_ms: dict[str, float] = {}
-        sidecar.held()
+        self.taken: dict[str, Taken] = {}
+        sidecar.taken()
 
     def run(self, name: str, work: Callable[[], None], then_s: float = 0.5) -> None:
         work()
         time.sleep(then_s)
-        self.held[name], self.gc_ms[name] = self.sidecar.held()
-        told = ", ".join(f"{one.ms:.1f} {one.name}" for one in self.held[name][:3])
-        note(f"{name:12s} gc {self.gc_ms[name]:5.1f}; {told or 'nothing above 1 ms'}")
+        taken = self.taken[name] = self.sidecar.taken()
+        told = ", ".join(f"{one.ms:.1f} {one.name}" for one in taken.held[:3])
+        note(f"{name:12s} {taken.over:4d} of {taken.calls:6d}; gc {taken.gc_ms:4.1f}; {told or 'none above 1 ms'}")
 
 
 def join(endpoint: str) -> None:
@@ -299,8 +311,8 @@ def second_life(directory: str) -> Phases:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvbench-loop-") as directory:
         lives = first_life(directory), second_life(directory)
-    held = {name: found for life in lives for name, found in life.held.items()}
-    worst = {name: found[0] for name, found in held.items() if found}
+    taken = {name: found for life in lives for name, found in life.taken.items()}
+    worst = {name: found.held[0] for name, found in taken.items() if found.held}
     name = max(worst, key=lambda name: worst[name].ms)
     report(
         "loop",
@@ -310,8 +322,9 @@ def main() -> None:
         phase=name,
         callback=worst[name].name,
         blocks_a_tier=BLOCKS,
-        phases={name: {one.name: one.ms for one in found} for name, found in held.items()},
-        gc={name: ms for life in lives for name, ms in life.gc_ms.items()},
+        phases={name: {one.name: one.ms for one in found.held} for name, found in taken.items()},
+        over={name: [found.over, found.calls] for name, found in taken.items()},
+        gc={name: found.gc_ms for name, found in taken.items()},
     )
 
 
