@@ -61,7 +61,7 @@ class Held(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Of one phase: the longest callbacks, how many there were and how many over the target, the longest gc in ms."""
+    """Of one phase: the longest callbacks, how many there were and were over the target, the longest gc in ms."""
 
     held: list[Held]
     calls: int

@@ -15,7 +15,7 @@ SAID = {
     "disk_layouts_void": "what was kept is of another layout and is void",
     "disk_blocks_not_kept": "a block will not be found after a restart",
 }
-NO_FAULT = {"evicted_unsaved": "a block had to leave host memory before it was on the disk: a burst, or a slow disk"}
+NO_FAULT = {"evicted_unsaved": "a block left host memory before it was on the disk: a burst, or a slow disk"}
 FAULT = "disk_errors_"
 
 

@@ -170,6 +170,7 @@ class Soak:
             "replays": sum(process.get("replays_asked", 0) for process in told),
             "replays_broken_off": sum(process.get("replays_broken_off", 0) for process in told),
             **(growth.told() if growth else {}),
+            "lag_p90_ms": lag_quantile_s(metrics, 0.9) * 1000,
             "lag_p99_ms": lag_s * 1000,
             "lag_judged": lag_is_judged(control_s),
             "control_lag_p99_ms": round(control_s * 1000, 2),
