@@ -150,7 +150,8 @@ class Sidecar:
         if sizes:
             self.tier = self._next_tier(self._tiers.open(head, sizes, capacities))
             self.perform(self._tiers.adopt(self.tier))
-            gc.freeze()  # its columns are never garbage, and a pass over a million slots would hold the loop
+            if gc.get_freeze_count():  # as `kvevents serve` does at its start
+                gc.freeze()  # the columns are never garbage, and a pass over a million slots would hold the loop
         return self.tier
 
     def _next_tier(self, tier: OpenTier) -> OpenTier:

@@ -1,6 +1,7 @@
 """The engine plane over real sockets: store, look up, load, and everything a bad peer can do."""
 
 import asyncio
+import gc
 import os
 import socket
 import stat
@@ -128,6 +129,17 @@ async def test_a_long_reset_is_done_in_slices_and_is_answered_at_its_end(run, en
         assert len(left) > 3
         assert len(pool) == 0
         await assert_stream_is_true(service, await asyncio.to_thread(mini.client.inspect, residents=True))
+
+
+async def test_the_collector_does_not_look_through_a_tier_where_the_process_is_frozen(run, engine) -> None:
+    gc.freeze()
+    try:
+        async with run() as service:
+            await asyncio.to_thread(engine)
+            columns = service.sidecar.tier.scheduler.pool._hash
+            assert not any(known is columns for known in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 async def test_blocks_outlive_their_engine_and_serve_the_next_one(run, engine) -> None:
