@@ -78,7 +78,10 @@ class LeavingTable(NameTable):
             parent = parents[slot]
             if parent == NO_SLOT:
                 break
-            self._part(parent, slot)
+            parents[slot] = NO_SLOT
+            children[parent] -= 1
+            if children[parent]:
+                self._unlist(parent, slot)
             if stamps[parent] < stamp:
                 stamps[parent] = stamp  # as `inherit` does
             next_in_line = stamps[parent] == stamp and states[parent] == READY
@@ -104,7 +107,10 @@ class LeavingTable(NameTable):
         parent = self._parent[slot]
         if parent == NO_SLOT:
             return None
-        self._part(parent, slot)
+        self._parent[slot] = NO_SLOT
+        self._children[parent] -= 1
+        if self._children[parent]:
+            self._unlist(parent, slot)
         self._queue.inherit(parent, slot)
         self._offer_if_evictable(parent)
         return parent

@@ -147,12 +147,8 @@ class SlotTable:
         if first != NO_SLOT:
             self._elder[first] = slot
 
-    def _part(self, parent: int, slot: int) -> None:
-        """One child less."""
-        self._parent[slot] = NO_SLOT
-        self._children[parent] -= 1
-        if not self._children[parent]:
-            return
+    def _unlist(self, parent: int, slot: int) -> None:
+        """One child less, where there are others."""
         following = self._sibling[slot]
         if self._child[parent] == slot:
             self._child[parent] = following
