@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
+from peers import peer, take
 
 from kvevents_service.items import Batch
 from kvevents_service.subscriber import Gap, Resync
 from kvevents_service.wire.control import Step
 from kvevents_service.wire.events import EventBatch
+from kvevents_service.wire.frames import live_frames
 from tools.fuzz.messages import Keys, Messages, name
 from tools.fuzz.mutate import bad_body
 from tools.proving.follower import Follower, differences
-from tools.proving.process import lag_quantile_s
-from tools.soak.verdict import Growth, Sample, lag_faults, memory_faults
+from tools.proving.process import LogLine, SidecarProcess, lag_quantile_s
+from tools.soak.numbers import Numbers
+from tools.soak.verdict import (
+    Growth,
+    Sample,
+    lag_faults,
+    log_faults,
+    memory_faults,
+    rate_faults,
+    reader_faults,
+)
 
 MIB = 1 << 20
 
@@ -44,6 +57,43 @@ def test_a_run_that_never_filled_the_tiers_is_not_judged() -> None:
 def test_files_left_open_are_a_fault() -> None:
     many = samples(0.0, descriptors=1)
     assert memory_faults(Growth.of(many), many) == ["open files grew from 74 to 108"]
+
+
+@pytest.mark.parametrize(("reached", "faults"), [(20_500.0, 0), (18_000.0, 0), (17_900.0, 1)])
+def test_a_rate_far_below_what_was_asked_for_is_a_fault(reached: float, faults: int) -> None:
+    assert len(rate_faults(reached, 20_000.0)) == faults
+
+
+def reader(*faults: str, folds: bool = True, late: bool = False) -> dict[str, Any]:
+    return {"folds": folds, "late_by_replay": late, "faults": list(faults)}
+
+
+def test_what_a_reader_found_is_a_fault_of_the_soak() -> None:
+    good = [reader(), reader(late=True), reader(folds=False)]
+    assert reader_faults(good, 3) == []
+    assert reader_faults([*good, reader("3 holes", folds=False)], 4) == ["reader 3: 3 holes"]
+    assert reader_faults(good, 4) == ["3 of 4 readers told how they got on"]
+
+
+@pytest.mark.parametrize("readers", [[reader(late=True), reader(folds=False)], [reader(), reader()]])
+def test_too_few_folds_are_a_fault(readers: list[dict[str, Any]]) -> None:
+    assert "folded all" in reader_faults(readers, 2)[0]
+
+
+def test_a_warning_of_the_sidecar_is_a_fault_with_its_text() -> None:
+    lines = [
+        LogLine("info", "fine"),
+        LogLine("warning", "a copy failed"),
+        LogLine("error", "no", error="Traceback"),
+    ]
+    assert log_faults(lines) == ["log: warning: a copy failed ", "log: error: no Traceback"]
+
+
+def test_what_is_no_line_of_the_log_counts_as_an_error(tmp_path: Path) -> None:
+    sidecar = SidecarProcess.__new__(SidecarProcess)
+    sidecar.log = tmp_path / "log"
+    sidecar.log.write_bytes(b'{"level": "info", "message": "ready"}\nSegmentation fault\n')
+    assert sidecar.log_lines("error") == [LogLine("error", "Segmentation fault")]
 
 
 @pytest.mark.parametrize(("lag_s", "control_s", "faults"), [(0.01, 0.0, 0), (0.025, 0.001, 1), (0.025, 0.05, 0)])
@@ -76,6 +126,26 @@ def test_a_gap_is_made_good_by_the_whole_state() -> None:
     for item in (Resync(6, 9), batch(9, replayed=True), batch(9, replayed=True), batch(10)):
         follower.take(item)
     assert follower.faults() == []
+
+
+async def test_a_reader_of_numbers_alone_fills_a_loss_by_replay_and_decodes_nothing() -> None:
+    async with peer() as publisher, Numbers(publisher.source()) as numbers:
+        await publisher.subscribed()
+        publisher.send(1)
+        publisher.lose(2)
+        publisher.send(1)
+        items = await take(numbers, 4)
+        assert [item.seq for item in items if isinstance(item, Batch)] == [0, 1, 2, 3]
+        assert all(item.payload and not item.batch.events for item in items if isinstance(item, Batch))
+
+
+async def test_a_reader_of_numbers_alone_sees_what_is_no_batch() -> None:
+    async with peer() as publisher, Numbers(publisher.source()) as numbers:
+        await publisher.subscribed()
+        publisher.xpub.send_multipart(live_frames(b"", 0, b"no batch"))
+        follower = Follower()
+        follower.take((await take(numbers, 1))[0])
+        assert follower.faults() == ["1 batches that are none"]
 
 
 def test_a_block_too_many_is_a_difference() -> None:

@@ -102,7 +102,7 @@ def _run(config: ServeConfig) -> int:
         raise ConfigError("host_bytes", f"at most {memory}, the memory of this machine")
 
     torch.set_num_threads(1)  # copies are bound by memory; the other cores are the engine's
-    gc.set_threshold(GC_THRESHOLD)
+    tune_process()
 
     def announce(ready: Ready) -> None:
         click.echo(msgspec.json.encode(ready).decode())
@@ -111,6 +111,13 @@ def _run(config: ServeConfig) -> int:
     _say_what_runs(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, announce))
+
+
+def tune_process() -> None:
+    """What the interpreter of a sidecar is set to. What was imported is not looked through again."""
+    gc.set_threshold(GC_THRESHOLD)
+    gc.collect()
+    gc.freeze()
 
 
 def _say_what_runs(config: ServeConfig) -> None:

@@ -82,10 +82,10 @@ class Cascade(OffloadScheduler):
         self.promoting.lose_session(session_id)
 
     def step(self, session_id: int, step: Step, now: float) -> list[Command]:
-        return [*super().step(session_id, step, now), *self.demotions.begin(now)]
+        return [*super().step(session_id, step, now), *self._demote(now)]
 
     def load(self, session_id: int, load: Load, now: float) -> list[Command]:
-        return [*super().load(session_id, load, now), *self.demotions.begin(now)]
+        return [*super().load(session_id, load, now), *self._demote(now)]
 
     def fail(self, transfer: TransferMeta, lost: Collection[int] = ()) -> list[Command]:
         if transfer.kind == "demote":
@@ -94,7 +94,21 @@ class Cascade(OffloadScheduler):
 
     def tick(self, now: float) -> list[Command]:
         self.demotions.go_on()
-        return [*super().tick(now), *self.demotions.begin(now)]
+        return [*super().tick(now), *self._demote(now)]
+
+    def _demote(self, now: float) -> list[Command]:
+        return [] if self.clearing.under_way else self.demotions.begin(now)
+
+    @property
+    def unfinished(self) -> bool:
+        return super().unfinished or self.demotions.unfinished
+
+    def go_on(self, now: float) -> list[Command]:
+        return super().go_on(now) if super().unfinished else self._demote(now)
+
+    @property
+    def _all_landings(self) -> Sequence[Landings]:
+        return self.landings, self.back_landings
 
     def _landings_of(self, transfer: TransferMeta) -> Landings:
         return self.back_landings if transfer.kind == "demote" else self.landings

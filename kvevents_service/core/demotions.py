@@ -3,13 +3,14 @@
     begin -> Copy(demote) -> landed in the tier behind, announced there -> unpinned
 
 A look at the coldest blocks is taken while the front tier has little room: once a quarter of the headroom has been
-used since the last one, when more was cold than could be copied, and at every tick. What is behind already is only
-touched there.
+used since the last one, when more was cold than could be copied, and at every tick. It copies a slice at a time.
+What is behind already is only touched there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 
 from kvevents_service.core.commands import Command, Copy
@@ -38,35 +39,40 @@ class Demotions:
 
     def begin(self, now: float) -> list[Command]:
         """Copy cold blocks if the front tier is short of room. Nothing waits for it."""
-        pool = self.front.pool
-        pending = self._landings.pending_blocks
-        used = pool.allocated - self._looked_at
-        due = self._unfinished or 4 * used >= self._headroom
-        if pool.free_slots >= self._headroom or self._resting or 2 * pending > self._most or not due:
+        used = self.front.pool.allocated - self._looked_at
+        if not (self._unfinished or 4 * used >= self._headroom) or not self._possible:
             return []
-        self._looked_at, self._unfinished = pool.allocated, False
+        self._looked_at, self._unfinished = self.front.pool.allocated, False
         commands: list[Command] = []
-        for move in self._moves(self._most - pending):
+        for move in self._moves(min(self.front.limits.slice_blocks, self._most - self._landings.pending_blocks)):
             commands += [*self.back.evicted(move.evicted), Copy(self._transfer(move, now))]
         return commands
+
+    @property
+    def unfinished(self) -> bool:
+        """More was cold than one call may copy, and could be copied now."""
+        return self._unfinished and self._possible
+
+    @property
+    def _possible(self) -> bool:
+        short = self.front.pool.free_slots < self._headroom
+        return short and not self._resting and 2 * self._landings.pending_blocks <= self._most
 
     def _moves(self, room: int) -> Iterator[Move]:
         """At most `room` blocks, coldest first."""
         pool, move = self.front.pool, Move()
-        for chain in pool.coldest(self._headroom):
-            missing = self._missing(chain[0])
-            if not missing:
-                continue
-            wanted = missing[:room]
-            placed = move.add(pool, wanted, self.back)
-            room -= placed
-            self._unfinished |= not room
-            self._resting |= placed < len(wanted)
-            if len(move) >= COPY_BLOCKS:
-                yield move
-                move = Move()
-            if not room or self._resting:
-                break
+        with closing(pool.coldest(self._headroom)) as coldest:
+            for missing in filter(None, (self._missing(chain[0]) for chain in coldest)):
+                wanted = missing[:room]
+                placed = move.add(pool, wanted, self.back)
+                room -= placed
+                self._unfinished |= not room
+                self._resting |= placed < len(wanted)
+                if len(move) >= COPY_BLOCKS:
+                    yield move
+                    move = Move()
+                if not room or self._resting:
+                    break
         if len(move):
             yield move
 

@@ -60,7 +60,8 @@ class JournalLimits(NamedTuple):
     needed_bytes: int = 64 * 1024 * 1024
 
 
-def _blocks(announcements: tuple[Announcement, ...]) -> int:
+def blocks_of(announcements: tuple[Announcement, ...]) -> int:
+    """What they say something of."""
     return sum(
         item.blocks if isinstance(item, BlockStoreMeta) else len(item.block_hashes)
         for item in announcements
@@ -95,7 +96,7 @@ class Journal:
         """
         seq = self.next_seq
         self.next_seq += 1
-        blocks = _blocks(announcements)
+        blocks = blocks_of(announcements)
         if announcements and self._is_full(blocks):
             self.dropped_batches += 1
             self._after_hole = self.next_seq
@@ -119,7 +120,7 @@ class Journal:
         if not self._pending:
             return None
         batch = self._pending.popleft()
-        self._pending_blocks -= _blocks(batch.announcements)
+        self._pending_blocks -= blocks_of(batch.announcements)
         return batch
 
     # keeping

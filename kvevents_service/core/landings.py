@@ -57,6 +57,10 @@ class Landings:
         """The engine is gone: its copies under way will announce nothing."""
         self._abandoned.update(t for t in self._open if t.session_id == session_id)
 
+    def abandon(self) -> None:
+        """A reset: no copy under way will announce anything."""
+        self._abandoned.update(self._open)
+
     def _settle(self) -> list[Command]:
         """End every copy whose parents are decided, until none is left that can be."""
         commands: list[Command] = []

@@ -191,6 +191,11 @@ class Loads:
         loading.copies -= 1
         return [] if loading.copies else [self._finish(loading)]
 
+    def void(self) -> None:
+        """A reset: the loads under way are misses."""
+        for loading in self._running.values():
+            loading.good = False
+
     def _finish(self, loading: Loading) -> Reply:
         self._under_way -= 1
         good = loading.good and all(self.pool.state_of(slot) == READY for slot in loading.pins)

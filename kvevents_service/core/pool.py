@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from kvevents_service.core.cut import PoolCut
-from kvevents_service.core.eviction import EvictionQueue
 from kvevents_service.core.groups import PREFIX_KINDS
+from kvevents_service.core.leaving import LeavingTable
 from kvevents_service.core.metadata import BlockStoreMeta, StoreRun
-from kvevents_service.core.names import Evicted, Forgotten, NameTable
+from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, ORPHANED, PENDING, READY
 
 
@@ -39,13 +40,12 @@ class Allocation(NamedTuple):
     evicted: list[Evicted]
 
 
-class BlockPool(NameTable):
+class BlockPool(LeavingTable):
     """`capacity` slots shared by `groups` groups. Not thread safe; no I/O, no clock."""
 
     def __init__(self, capacity: int, groups: int) -> None:
         super().__init__(capacity, groups)
-        self._free = list(range(capacity - 1, -1, -1))
-        self._queue = EvictionQueue(capacity)
+        self._reserved = bytearray(capacity)
         self.allocated = 0
         """Slots ever taken."""
 
@@ -57,8 +57,9 @@ class BlockPool(NameTable):
         return self.count(PENDING) + self.count(READY)
 
     @property
-    def free_slots(self) -> int:
-        return len(self._free)
+    def empty(self) -> bool:
+        """Nothing is found by hash."""
+        return not any(self.index) and not any(self.inner)
 
     # store
 
@@ -89,33 +90,58 @@ class BlockPool(NameTable):
             self._unlink(slots)
         self._queue.touch_run(slots)
 
-    def adopt(self, runs: Iterable[StoreRun]) -> list[BlockStoreMeta]:
-        """Take in blocks whose bytes are in their slots already, parents first.
+    # blocks that were in the tier before this process was
 
-        Returns the runs that can stand here: in free slots, under fresh names, in a prefix kind behind a parent.
-        Behind each come those of its inner names that no other block has.
+    def reserve(self, runs: Iterable[StoreRun]) -> None:
+        """Give the slots of these runs to nobody until each is adopted or let go. Once, before anything else."""
+        self._reserved = bytearray(self.capacity)
+        for slot in chain.from_iterable(run.slots for run in runs):
+            if 0 <= slot < self.capacity and self._state[slot] == FREE:
+                self._reserved[slot] = True
+        self._free = [slot for slot in self._free if not self._reserved[slot]]
+
+    def adopt(self, run: StoreRun) -> list[BlockStoreMeta]:
+        """Take in a reserved run, whose bytes are in its slots already; its parents first.
+
+        Returns the run, and those of its inner names that no other block has. Nothing if it cannot stand here:
+        under fresh names, in a prefix kind behind a READY parent.
         """
-        free = set(self._free)
-        kept = [meta for run in runs if self._is_adoptable(run, free) for meta in self._adopt(run, free)]
-        self._free = [slot for slot in self._free if slot in free]
-        return kept
-
-    def _is_adoptable(self, run: StoreRun, free: set[int]) -> bool:
+        if not self._is_adoptable(run):
+            self.let_go(run)
+            return []
         meta, slots = run.meta, run.slots
-        group, parent = meta.group, meta.parent_block_hash
-        rooted = group.kind not in PREFIX_KINDS or parent is None or parent in self.index[group.index]
-        fresh = self.is_fresh_chain(group.index, [meta.hash_at(place) for place in range(meta.blocks)])
-        own = len(slots) == meta.blocks == len(free.intersection(slots))
-        return own and rooted and fresh and group.cacheable
-
-    def _adopt(self, run: StoreRun, free: set[int]) -> list[BlockStoreMeta]:
-        meta, slots = run.meta, run.slots
+        self._unreserve(slots)
         before = meta.parent_block_hash if meta.group.kind in PREFIX_KINDS else None
         parent = None if before is None else self.slot_of(meta.group.index, before)
-        free.difference_update(slots)
         self._place(meta, [meta.hash_at(place) for place in range(meta.blocks)], slots, parent)
         self.commit(slots)
         return [meta, *(name for place, name in run.inner_places() if self.add_name(slots[place], name))]
+
+    def let_go(self, run: StoreRun) -> None:
+        """A reserved run is not adopted: its slots are free."""
+        self._free += self._unreserve(run.slots)
+
+    def _unreserve(self, slots: list[int]) -> list[int]:
+        """Those of these slots that were reserved."""
+        own = [slot for slot in dict.fromkeys(slots) if 0 <= slot < self.capacity and self._reserved[slot]]
+        for slot in own:
+            self._reserved[slot] = False
+        return own
+
+    def _is_adoptable(self, run: StoreRun) -> bool:
+        meta, slots = run.meta, run.slots
+        group, parent = meta.group, meta.parent_block_hash
+        rooted = group.kind not in PREFIX_KINDS or parent is None or self._is_ready(group.index, parent)
+        fresh = self.is_fresh_chain(group.index, [meta.hash_at(place) for place in range(meta.blocks)])
+        own = len(set(slots)) == len(slots) == meta.blocks and all(map(self._is_reserved, slots))
+        return own and rooted and fresh and group.cacheable
+
+    def _is_reserved(self, slot: int) -> bool:
+        return 0 <= slot < self.capacity and bool(self._reserved[slot])
+
+    def _is_ready(self, group: int, block_hash: bytes) -> bool:
+        slot = self.slot_of(group, block_hash)
+        return slot is not None and self._state[slot] == READY
 
     def _take_free(self, count: int) -> list[int]:
         if not count:
@@ -150,21 +176,34 @@ class BlockPool(NameTable):
 
     def forget(self, slots: Iterable[int]) -> list[Forgotten]:
         """Forget these blocks by hash, as far as they are READY, and every block behind one of them."""
-        groups: dict[int, set[int]] = {}
+        groups: dict[int, list[int]] = {}
         for slot in slots:
             if self._state[slot] == READY:
-                groups.setdefault(self._group[slot], set()).add(slot)
-        return [gone for group, own in groups.items() for gone in self._forget(group, self._behind(group, own))]
+                groups.setdefault(self._group[slot], []).append(slot)
+        return [gone for group, own in groups.items() for gone in self._forget(group, self._behind(own))]
 
-    def _behind(self, group: int, slots: set[int]) -> Iterable[int]:
+    def forget_last(self, most: int) -> list[Forgotten]:
+        """Forget about so many blocks of one group, those that were indexed last: no indexed one is behind them but
+        tails. Nothing is left once the pool is `empty`."""
+        for group, (named, inner) in enumerate(zip(self.index, self.inner, strict=True)):
+            if named or inner:
+                last = list(islice(reversed((named or inner).values()), most))
+                return self._forget(group, self._behind(last))
+        return []
+
+    def _behind(self, slots: Iterable[int]) -> list[int]:
         """These blocks and every indexed one behind them, parents before children."""
-        if not any(self._children[slot] for slot in slots):
-            return slots
-        gone, parents, found = set(slots), self._parent, []
-        for slot in self.in_order(group):
-            if slot in gone or parents[slot] in gone:
+        gone, waiting = set(), list(slots)
+        while waiting:
+            slot = waiting.pop()
+            if slot not in gone and self._state[slot] in (PENDING, READY):
                 gone.add(slot)
-                found.append(slot)
+                waiting += self._children_of(slot)
+        found, waiting = [], [slot for slot in gone if self._parent[slot] not in gone]
+        while waiting:
+            slot = waiting.pop()
+            found.append(slot)
+            waiting += gone.intersection(self._children_of(slot))
         return found
 
     def _forget(self, group: int, in_order: Iterable[int]) -> list[Forgotten]:
@@ -203,92 +242,6 @@ class BlockPool(NameTable):
         else:
             self._offer_if_evictable(slot)
 
-    # eviction
-
-    def _is_evictable(self, slot: int) -> bool:
-        return self._state[slot] == READY and not self._children[slot] and not self._pins[slot]
-
-    def _offer_if_evictable(self, slot: int) -> None:
-        if self._is_evictable(slot):
-            self._queue.offer(slot)
-
-    def coldest(self, blocks: int) -> list[list[int]]:
-        """About so many blocks that would leave next: chains of what would leave together, leaf first."""
-        chains: list[list[int]] = []
-        found = 0
-        while found < blocks and (slot := self._queue.pop()) is not None:
-            if self._is_evictable(slot):
-                chains.append(self._leaving_with(slot, blocks - found))
-                found += len(chains[-1])
-        for chain in chains:
-            self._queue.offer(chain[0])
-        return chains
-
-    def _leaving_with(self, leaf: int, most: int) -> list[int]:
-        """A leaf and the parents that nothing else keeps, unused since their child."""
-        stamps, chain = self._queue.stamps, [leaf]
-        parent = self._parent[leaf]
-        while parent != NO_SLOT and len(chain) < most:
-            if self._children[parent] > 1 or self._pins[parent] or stamps[parent] > stamps[leaf]:
-                break
-            chain.append(parent)
-            parent = self._parent[parent]
-        return chain
-
-    def _make_room(self, wanted: int) -> list[Evicted]:
-        evicted: list[Evicted] = []
-        while (short := wanted - len(self._free)) > 0:
-            slot = self._queue.pop()
-            if slot is None:
-                break
-            if self._is_evictable(slot):
-                evicted += self._evict_upward(slot, short)
-        return evicted
-
-    def _evict_upward(self, slot: int, most: int) -> list[Evicted]:
-        """Evict a leaf, then its parents while each would be next anyway: a leaf by now, unused since its child."""
-        stamps, parents, states = self._queue.stamps, self._parent, self._state
-        children, pins = self._children, self._pins
-        stamp, chain = stamps[slot], []
-        while True:
-            chain.append(slot)
-            states[slot] = FREE
-            parent = parents[slot]
-            if parent == NO_SLOT:
-                break
-            parents[slot] = NO_SLOT
-            children[parent] -= 1
-            if stamps[parent] < stamp:
-                stamps[parent] = stamp  # as `inherit` does
-            next_in_line = stamps[parent] == stamp and states[parent] == READY
-            if len(chain) == most or not next_in_line or children[parent] or pins[parent]:
-                self._offer_if_evictable(parent)
-                break
-            slot = parent
-        self._free += chain
-        return self._unname(self._group[slot], chain)
-
-    def _reap(self, slot: int) -> None:
-        """Free a doomed block that nothing holds, then its doomed parents."""
-        while self._state[slot] == DOOMED and not self._children[slot] and not self._pins[slot]:
-            parent = self._release(slot)
-            if parent is None:
-                return
-            slot = parent
-
-    def _release(self, slot: int) -> int | None:
-        """Back to FREE; the parent has one child less. Returns the parent."""
-        self._state[slot] = FREE
-        self._free.append(slot)
-        parent = self._parent[slot]
-        if parent == NO_SLOT:
-            return None
-        self._parent[slot] = NO_SLOT
-        self._children[parent] -= 1
-        self._queue.inherit(parent, slot)
-        self._offer_if_evictable(parent)
-        return parent
-
     # instruments
 
     def cut(self) -> PoolCut:
@@ -300,13 +253,15 @@ class BlockPool(NameTable):
 
     def check(self) -> None:
         """Assert every internal invariant; for tests and doctors, O(capacity)."""
-        assert self.count(FREE) == len(self._free) == len(set(self._free))
+        assert self.count(FREE) - sum(self._reserved) == len(self._free) == len(set(self._free))
         children = array("i", bytes(4 * self.capacity))
         for slot in range(self.capacity):
             self._check_slot(slot)
             if self._parent[slot] != NO_SLOT:
                 children[self._parent[slot]] += 1
+            assert all(self._parent[child] == slot for child in self._children_of(slot))
         assert children == self._children
+        assert sum(len([*self._children_of(slot)]) for slot in range(self.capacity)) == sum(children)
         assert sum(map(len, (*self.index, *self.inner))) == len(self) + sum(map(len, self._more_names.values()))
 
     def _check_slot(self, slot: int) -> None:

@@ -87,7 +87,12 @@ class PromotingLoads(Loads):
         self.tier.counters["blocks_loaded_from_disk"] += len(parts[1][0])
         return [self._copy(loading, *part, tier) for tier, part in enumerate(parts) if part[0]]
 
-    # the ends of sessions
+    # the ends of sessions and of contents
+
+    def void(self) -> None:
+        super().void()
+        for loading in self._waiting:
+            loading.good = False
 
     def lose_session(self, session_id: int) -> None:
         """The engine or a rank of it is gone: loads that wait for a promotion are misses."""

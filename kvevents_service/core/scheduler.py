@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from kvevents_service.core.clearing import Clearing
 from kvevents_service.core.commands import Command, Reply
 from kvevents_service.core.landings import Landings
 from kvevents_service.core.loads import Loads
@@ -15,7 +16,7 @@ from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.offers import DECLINE_REASONS
 from kvevents_service.core.stores import Stores
 from kvevents_service.core.tier import Limits, Tier, TierSpec
-from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release, Reset, ResetDone, Step, StepDone
+from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release, Reset, Step, StepDone
 from kvevents_service.wire.packing import INT32_BYTES
 
 _COUNTED = (
@@ -47,6 +48,7 @@ class OffloadScheduler:
         self.landings = Landings(tier)
         self.stores = Stores(tier, self.landings)
         self.loads = self._make_loads()
+        self.clearing = Clearing(self.tiers)
 
     def _make_loads(self) -> Loads:
         return Loads(self.tier, self.pool)
@@ -76,6 +78,9 @@ class OffloadScheduler:
     def _all_there(self, session_id: int) -> bool:
         return self.tier.engine_blocks.get(session_id, 0) > 0
 
+    def _serves(self, session_id: int) -> bool:
+        return self._all_there(session_id) and not self.clearing.under_way
+
     def goodbye(self, session_id: int) -> None:
         """The engine is gone: leases end, stores under way announce nothing. What it stored stays."""
         self.tier.engine_blocks.pop(session_id, None)
@@ -84,29 +89,33 @@ class OffloadScheduler:
 
     def step(self, session_id: int, step: Step, now: float) -> list[Command]:
         """Store what is new of a step's offers; end what finished or lost its blocks. ControlError: no change."""
-        there = self._all_there(session_id)
-        commands = self.stores.begin(session_id, step, now) if there else self._decline(session_id, step)
+        if self.clearing.under_way:
+            commands = self._decline(session_id, step, "store_dropped")
+        elif self._all_there(session_id):
+            commands = self.stores.begin(session_id, step, now)
+        else:
+            commands = self._decline(session_id, step, "ranks_absent")
         for request_id in step.finished:
             self.finish(session_id, request_id)
         for request_id in step.preempted:
             self.preempt(session_id, request_id)
         return commands
 
-    def _decline(self, session_id: int, step: Step) -> list[Command]:
+    def _decline(self, session_id: int, step: Step, reason: str) -> list[Command]:
         blocks = sum(len(offer.block_ids) // INT32_BYTES for offer in step.offers)
-        self.tier.counters["declined_ranks_absent"] += blocks
+        self.tier.counters[f"declined_{reason}"] += blocks
         return [Reply(session_id, StepDone(step.step_id, 0, 0, blocks))]
 
     def lookup(self, session_id: int, lookup: Lookup, now: float) -> Hit:
         """The longest loadable prefix of a chain, pinned. ControlError if the message cannot be meant."""
-        if not self._all_there(session_id):
+        if not self._serves(session_id):
             self.tier.counters["lookups"] += 1
             return Hit(lookup.call_id, 0)
         return self.loads.lookup(session_id, lookup, now)
 
     def load(self, session_id: int, load: Load, now: float) -> list[Command]:
         """Copy a leased hit into engine blocks. ControlError if the blocks are not the session's."""
-        if not self._all_there(session_id):
+        if not self._serves(session_id):
             self.loads.release(session_id, Release(load.lease_id))
             self.tier.counters["loads_refused"] += 1
             return [Reply(session_id, Loaded(load.load_id, 0))]
@@ -146,9 +155,27 @@ class OffloadScheduler:
         return self.tiers[transfer.tier].lose(lost) if transfer.kind in ("load", "promote") else []
 
     def reset(self, session_id: int, reset: Reset) -> list[Command]:
-        """Forget every block, by explicit removals. Copies under way end without an announcement."""
-        commands, removed = self.clear()
-        return [*commands, Reply(session_id, ResetDone(reset.call_id, removed))]
+        """Forget every block, by explicit removals, and answer; in slices: see `go_on`. Copies under way end
+        without an announcement, and loads as misses."""
+        for landings in self._all_landings:
+            landings.abandon()
+        self.loads.void()
+        return self.clearing.begin(session_id, reset)
+
+    @property
+    def _all_landings(self) -> Sequence[Landings]:
+        return (self.landings,)
+
+    @property
+    def unfinished(self) -> bool:
+        """There is more to do than one call may: `go_on`, soon and after others had their turn."""
+        return self.clearing.under_way or any(tier.adopting for tier in self.tiers)
+
+    def go_on(self, now: float) -> list[Command]:
+        """A slice of what is unfinished."""
+        if self.clearing.under_way:
+            return self.clearing.go_on()
+        return [command for tier in self.tiers for command in tier.adopt_more()]
 
     def clear(self) -> tuple[list[Command], int]:
         """Remove every block of every tier; returns the announcements and how many names were removed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.wire.control import GroupSpec
@@ -14,7 +14,11 @@ NO_SLOT = -1
 
 
 class SlotTable:
-    """State, links and names of `capacity` slots. What they mean together is the pool's to say."""
+    """State, links and names of `capacity` slots. What they mean together is the pool's to say.
+
+    A slot that has children knows one of them, `_child`; that one's `_sibling` is the next, down to NO_SLOT, and
+    `_elder` is the one before it. Of a slot without children, and of an only child, they may be stale.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -22,6 +26,7 @@ class SlotTable:
         self._group = bytearray(capacity)
         self._parent = array("i", [NO_SLOT]) * capacity
         self._children = array("i", bytes(4 * capacity))
+        self._child, self._sibling, self._elder = (array("i", [NO_SLOT]) * capacity for _ in range(3))
         self._pins = array("i", bytes(4 * capacity))
         self._position = array("i", bytes(4 * capacity))
         self._hash: list[bytes | None] = [None] * capacity
@@ -87,13 +92,13 @@ class SlotTable:
     def _fill(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
         """These slots hold the first blocks of `meta` from now on, each one behind the one before: PENDING."""
         previous = NO_SLOT if parent is None else parent
-        if previous != NO_SLOT:
-            self._children[previous] += 1
         if slots[-1] - slots[0] == len(slots) - 1 and self._ramp[slots[0] : slots[-1] + 1].tolist() == slots:
             self._fill_span(meta, hashes, slots[0], len(slots), previous)
         else:
             self._fill_scattered(meta, hashes, slots, previous)
         self._children[slots[-1]] = 0
+        if previous != NO_SLOT:
+            self._join(previous, slots[0])
 
     def _fill_span(self, meta: BlockStoreMeta, hashes: list[bytes], first: int, count: int, parent: int) -> None:
         """Consecutive slots, the common case, without a loop."""
@@ -102,6 +107,8 @@ class SlotTable:
         self._group[span] = bytes((meta.group.index,)) * count
         self._parent[span] = array("i", (parent,)) + self._ramp[first : first + count - 1]
         self._children[span] = array("i", (1,)) * count
+        self._child[first : first + count - 1] = self._ramp[first + 1 : first + count]
+        self._sibling[span] = array("i", (NO_SLOT,)) * count
         self._position[span] = self._ramp[:count]
         self._hash[span] = hashes[:count]
         self._meta[span] = [meta] * count
@@ -109,6 +116,7 @@ class SlotTable:
     def _fill_scattered(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int) -> None:
         state, groups, parents, children = self._state, self._group, self._parent, self._children
         positions, names, metas = self._position, self._hash, self._meta
+        child, sibling, before = self._child, self._sibling, parent
         group = meta.group.index
         for position, slot in enumerate(slots):
             state[slot] = PENDING
@@ -118,6 +126,9 @@ class SlotTable:
             positions[slot] = position
             names[slot] = hashes[position]
             metas[slot] = meta
+            sibling[slot] = NO_SLOT
+            if parent != before:
+                child[parent] = slot
             parent = slot
 
     def _unlink(self, slots: list[int]) -> None:
@@ -125,6 +136,34 @@ class SlotTable:
         for slot in slots:
             self._parent[slot] = NO_SLOT
             self._children[slot] = 0
+
+    # links
+
+    def _join(self, parent: int, slot: int) -> None:
+        """One child more."""
+        first = self._child[parent] if self._children[parent] else NO_SLOT
+        self._children[parent] += 1
+        self._child[parent], self._sibling[slot] = slot, first
+        if first != NO_SLOT:
+            self._elder[first] = slot
+
+    def _unlist(self, parent: int, slot: int) -> None:
+        """One child less, where there are others."""
+        following = self._sibling[slot]
+        if self._child[parent] == slot:
+            self._child[parent] = following
+            return
+        elder = self._elder[slot]
+        self._sibling[elder] = following
+        if following != NO_SLOT:
+            self._elder[following] = elder
+
+    def _children_of(self, slot: int) -> Iterator[int]:
+        """Every slot whose parent this is."""
+        child = self._child[slot] if self._children[slot] else NO_SLOT
+        while child != NO_SLOT:
+            yield child
+            child = self._sibling[child]
 
     # instruments
 

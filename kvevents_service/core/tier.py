@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvevents_service.core.commands import Command, Publish
-from kvevents_service.core.metadata import RemovedRun, StoreRun
+from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun, StoreRun
 from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.slots import PENDING, READY
@@ -36,6 +36,7 @@ class Limits(NamedTuple):
 
     With a tier behind: the headroom is how many blocks should be able to leave without being lost, one in
     `headroom_divisor` of the tier; no more than that are being demoted at any time.
+    `slice_blocks`: about so many one call removes by a reset, demotes or adopts; the rest is for `go_on`.
     """
 
     max_pending_blocks: int = 65536
@@ -45,6 +46,7 @@ class Limits(NamedTuple):
     headroom_divisor: int = 4
     max_headroom_blocks: int = 4096
     max_demoting_blocks: int = 4096
+    slice_blocks: int = 512
 
 
 class Tier:
@@ -57,6 +59,7 @@ class Tier:
         self.counters: Counter[str] = Counter()
         self.engine_blocks: dict[int, int] = {}
         self._last_id = 0
+        self._kept: deque[StoreRun] = deque()
 
     def next_id(self) -> int:
         """A new id for a transfer or a lease; never repeats in this process."""
@@ -71,11 +74,34 @@ class Tier:
             "blocks_free": self.pool.free_slots,
         }
 
+    # blocks that were in the tier before this process was
+
+    @property
+    def adopting(self) -> bool:
+        """Some of them are not announced yet."""
+        return bool(self._kept)
+
     def adopt(self, runs: Iterable[StoreRun]) -> list[Command]:
-        """The announcement of blocks that were in the tier before this process was."""
-        kept = tuple(self.pool.adopt(runs))
+        """The announcement of the first of them, parents first; `adopt_more` until no more are left."""
+        self._kept.extend(runs)
+        self.pool.reserve(self._kept)
+        return self.adopt_more()
+
+    def adopt_more(self) -> list[Command]:
+        """About `slice_blocks` of them."""
+        kept: list[BlockStoreMeta] = []
+        taken = 0
+        while self._kept and taken < self.limits.slice_blocks:
+            run = self._kept.popleft()
+            taken += len(run.slots)
+            kept += self.pool.adopt(run)
         self.counters["blocks_stored"] += sum(meta.blocks for meta in kept)
-        return [Publish(kept)] if kept else []
+        return [Publish(tuple(kept))] if kept else []
+
+    def let_go(self) -> None:
+        """They are not wanted any more, as far as they are not announced."""
+        while self._kept:
+            self.pool.let_go(self._kept.popleft())
 
     # what leaves
 

@@ -1,4 +1,5 @@
-"""Faults that the disk tier counts, in the log: the first of a kind, the tenth, the hundredth and so on."""
+"""What the disk tier counts of faults, and of blocks it came too late for, in the log: the first of a kind, the
+tenth, the hundredth and so on."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ SAID = {
     "disk_layouts_void": "what was kept is of another layout and is void",
     "disk_blocks_not_kept": "a block will not be found after a restart",
 }
+NO_FAULT = {"evicted_unsaved": "a block left host memory before it was on the disk: a burst, or a slow disk"}
 FAULT = "disk_errors_"
 
 
@@ -31,6 +33,7 @@ class DiskWatch:
         """Say what has grown by enough. Call it now and then, and at the end."""
         for name, count in self._stats().items():
             said = f"an error ({name.removeprefix(FAULT)})" if name.startswith(FAULT) else SAID.get(name)
-            if said is not None and is_told_since(self._seen[name], count):
-                log.warning("disk_path: %s (%d so far)", said, count)
+            if is_told_since(self._seen[name], count) and (said or name in NO_FAULT):
+                level = logging.WARNING if said else logging.INFO
+                log.log(level, "disk_path: %s (%d so far)", said or NO_FAULT[name], count)
             self._seen[name] = count

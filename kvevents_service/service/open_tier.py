@@ -108,8 +108,8 @@ class Tiers:
     # a disk that keeps its blocks
 
     def adopt(self, tier: OpenTier) -> list[Command]:
-        """What is to be announced of the blocks that are on the disk from the life before, if their layout is the
-        one of this tier. What is kept of another layout is void."""
+        """What is to be announced first of the blocks that are on the disk from the life before, if their layout is
+        the one of this tier; the scheduler goes on with the rest. What is kept of another layout is void."""
         if self._disk is None:
             return []
         head = tier.head

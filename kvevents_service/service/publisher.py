@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kvevents_service.core.announce import in_batches
 from kvevents_service.core.encoding import Encoding
-from kvevents_service.core.journal import Journal, PendingBatch
+from kvevents_service.core.journal import Journal, PendingBatch, blocks_of
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 BATCHES_PER_TURN = 16
 """After so many batches the coroutine lets lookups have the loop."""
+BLOCKS_PER_BATCH = 256
+"""A batch of more counts as several."""
 
 
 class Publisher:
@@ -109,14 +111,16 @@ class Publisher:
             await asyncio.get_running_loop().run_in_executor(None, self._cover, seq)
 
     def send_pending(self, limit: int | None = None) -> int:
-        """Encode and send up to `limit` batches (None: all); returns how many. Used by the drain as well.
+        """Encode and send up to `limit` batches of usual size (None: all); returns how many. Used by the drain as
+        well.
 
         One that tells a state is large, and counts as a whole turn's.
         """
         sent = 0
         while (limit is None or sent < limit) and (batch := self._next()) is not None:
             self._send(batch)
-            sent += 1 if batch.told is None else BATCHES_PER_TURN
+            weight = 1 + blocks_of(batch.announcements) // BLOCKS_PER_BATCH
+            sent += weight if batch.told is None else BATCHES_PER_TURN
         return sent
 
     def _next(self) -> PendingBatch | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import uuid
 from collections import Counter
@@ -52,8 +53,9 @@ class Sidecar:
         self.meter = CopyMeter(clock)
         self.copies = Copies(self.perform, self.meter)
         self._tiers = Tiers(config, clock)
-        self._watch = DiskWatch(self._tiers.stats)
+        self._watch = DiskWatch(self._of_disk)
         self._bytes_moved = 0
+        self._more = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<Sidecar {self.boot_id[:8]} {self.roster!r} {self.copies!r}>"
@@ -148,6 +150,8 @@ class Sidecar:
         if sizes:
             self.tier = self._next_tier(self._tiers.open(head, sizes, capacities))
             self.perform(self._tiers.adopt(self.tier))
+            if gc.get_freeze_count():  # as `kvevents serve` does at its start
+                gc.freeze()  # the columns are never garbage, and a pass over a million slots would hold the loop
         return self.tier
 
     def _next_tier(self, tier: OpenTier) -> OpenTier:
@@ -170,6 +174,8 @@ class Sidecar:
                 case Reply(session_id, message):
                     if session_id in self.roster.engines:
                         self.roster.engines[session_id].session.send(message)
+        if self.tier is not None and self.tier.scheduler.unfinished:
+            self._more.set()
 
     def _start(self, transfer: TransferMeta) -> None:
         """The scheduler asks for an engine's copies only while all of its ranks are there."""
@@ -182,22 +188,42 @@ class Sidecar:
             self.copies.start(transfer, self.tier, engine.session, self.roster.holders(engine))
 
     def reset(self, session_id: int, reset: Reset) -> None:
-        """Forget every block, for good: a disk that keeps its blocks has forgotten them before the answer."""
+        """Forget every block, for good: a disk that keeps its blocks has forgotten them before the answer.
+
+        ControlError if it has not; they are forgotten here all the same.
+        """
         assert self.tier is not None, "an engine session has opened the tier"
-        *removed, done = self.tier.scheduler.reset(session_id, reset)
-        self.perform(removed)
-        self._tiers.void()
-        self.perform([done])
+        scheduler = self.tier.scheduler
+        try:
+            self._tiers.void()
+        except ControlError:
+            self.perform(scheduler.reset(NO_SESSION, reset))
+            raise
+        self.perform(scheduler.reset(session_id, reset))
 
     # time
 
     async def run(self) -> None:
-        """Keep deadlines until cancelled."""
+        """Keep deadlines, and do in slices what is long, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            tasks.create_task(self._go_on())
+
+    async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._watch.look()
             if self.tier is not None and not self.draining:
                 self.perform(self.tier.scheduler.tick(self.clock()))
+
+    async def _go_on(self) -> None:
+        """A slice a turn of the loop: lookups come in between, and what the last slice said is sent."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            if self.tier is not None and not self.draining:
+                self.perform(self.tier.scheduler.go_on(self.clock()))
+            await asyncio.sleep(0)
 
     async def drained(self) -> None:
         """Admit nobody and wait until no copy is under way."""
@@ -251,6 +277,11 @@ class Sidecar:
             "copies": self.copies.running,
             "copies_failed": self.copies.failed,
         }
+
+    def _of_disk(self) -> dict[str, int]:
+        """What is watched for the log."""
+        unsaved = self.tier.scheduler.tier.counters["evicted_unsaved"] if self.tier is not None else 0
+        return {**self._tiers.stats(), "evicted_unsaved": unsaved}
 
     def inspect(self, call_id: int, *, residents: bool) -> Inspected:
         """Counters, and the resident set as of batch `next_seq` - 1."""

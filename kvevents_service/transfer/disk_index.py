@@ -54,11 +54,12 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Kept(NamedTuple):
-    """What an index had when it was opened."""
+    """What an index had when it was opened. sums: of each rank, by slot; found: 1 for each slot of a run."""
 
     header: Header
     runs: list[StoreRun]
-    sums: dict[int, tuple[int, ...]]
+    sums: list[array[int]]
+    found: bytearray
     stamp: int
 
 
@@ -97,12 +98,10 @@ class DiskIndex:
             self._count("disk_layouts_void", kept is not None)
             self._begin(layout)
             return []
-        self._header, self._stamp = kept.header, kept.stamp
-        for slot, sums in kept.sums.items():
-            self._written[slot] = True
-            for arena, value in zip(arenas, sums, strict=True):
-                arena.sums[slot] = value
-        self._count("disk_blocks_recovered", len(kept.sums))
+        self._header, self._stamp, self._written = kept.header, kept.stamp, kept.found
+        for arena, sums in zip(arenas, kept.sums, strict=True):
+            arena.sums[:] = sums
+        self._count("disk_blocks_recovered", sum(kept.found))
         return kept.runs
 
     def keep(self, runs: Iterable[StoreRun]) -> None:
@@ -226,9 +225,15 @@ def read_index(fd: int, medium: str) -> Kept | None:
         return None
     entries = list(_scan(fd, header))
     runs = recover(header.layout, medium, entries)
-    found = {slot for run in runs for slot in run.slots}
-    sums = {slot: entry.record.sums for slot, entry in entries if slot in found}
-    return Kept(header, runs, sums, max((entry.stamp + 1 for _, entry in entries), default=0))
+    slots, ranks = header.layout.cut[0], len(header.layout.sizes)
+    found, sums = bytearray(slots), [array("Q", [0]) * slots for _ in range(ranks)]
+    for slot in (slot for run in runs for slot in run.slots):
+        found[slot] = True
+    for slot, entry in entries:
+        if found[slot]:
+            for of_rank, value in zip(sums, entry.record.sums, strict=True):
+                of_rank[slot] = value
+    return Kept(header, runs, sums, found, max((entry.stamp + 1 for _, entry in entries), default=0))
 
 
 def _read_header(fd: int) -> Header | None:

@@ -220,6 +220,20 @@ def test_the_tier_behind_evicts_for_it_and_says_so_first() -> None:
     assert said(copies) == [("+", "STORAGE", 4)]
 
 
+def test_what_is_cold_is_demoted_in_slices_as_fast_as_others_let_it() -> None:
+    copies = HeldCopies(two_tiers(slice_blocks=3))
+    store(copies, ABCD)
+    copies.complete()
+    tick(copies)
+    assert kinds(copies) == [("demote", 3)]
+    assert not copies.scheduler.unfinished, "half of what may be under way is"
+    copies.complete()
+    assert copies.scheduler.unfinished
+    copies.perform(copies.scheduler.go_on(0.0))
+    assert kinds(copies) == [("demote", 1)]
+    assert not copies.scheduler.unfinished
+
+
 def test_at_most_the_headroom_is_being_demoted_and_not_more_than_is_allowed() -> None:
     copies = HeldCopies(two_tiers(16, 64, headroom_divisor=2, max_demoting_blocks=3))
     for chain in (ABCD, EFGH, make_chain(range(100, 116), 2)):

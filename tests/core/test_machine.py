@@ -100,6 +100,7 @@ def _twice(good: Offer) -> Offer:
 
 FAULTS = [_cut_tokens, _cut_hash, _odd_hash, _extra_keys, _short_parent, _foreign_parent, _twice]
 ranks = st.sampled_from([0, 1, 1, 2, 3])
+slices = st.sampled_from([1024, 1024, 1, 3])
 leases_s = st.sampled_from([0, 5.0, 1e9, float("inf")])
 rarely = st.booleans()
 mutations = st.sampled_from([None] * 12 + FAULTS)
@@ -112,9 +113,10 @@ class Offloading(RuleBasedStateMachine):
     world: World
     now = 0.0
 
-    @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4))
-    def start(self, capacity: int, ranks: int) -> None:
-        self.begin(OffloadScheduler(self.tier(MEDIUM, capacity), LIMITS), ranks)
+    @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4), slices=slices)
+    def start(self, capacity: int, ranks: int, slices: int) -> None:
+        limits = LIMITS._replace(slice_blocks=slices)
+        self.begin(OffloadScheduler(self.tier(MEDIUM, capacity), limits), ranks)
 
     def tier(self, medium: str, capacity: int) -> TierSpec:
         return TierSpec(medium, capacity, 32, self.model, UNIT)
@@ -145,7 +147,7 @@ class Offloading(RuleBasedStateMachine):
     def say(self, place: int, step: Step) -> None:
         """An engine whose ranks are not all there is not held up: its blocks are declined at once."""
         session_id = self.sessions[place]
-        present, blocks = self.world.present(session_id), sum(len(offer.block_ids) // 4 for offer in step.offers)
+        present, blocks = self.world.served(session_id), sum(len(offer.block_ids) // 4 for offer in step.offers)
         counts = self.world.step(session_id, step, self.now)
         assert present or counts == [0, 0, blocks]
 
@@ -273,7 +275,7 @@ class Offloading(RuleBasedStateMachine):
         self, place: int, request_id: str, path: Path, start: int, lease_s: float, *, fine: bool = False
     ) -> Grant | None:
         call = Lookup(self.next_id(), request_id, hashes(path, start), lease_s, start * UNIT, fine)
-        nothing = len(self.world.live) >= LIMITS.max_leases or not self.world.present(self.sessions[place])
+        nothing = len(self.world.live) >= LIMITS.max_leases or not self.world.served(self.sessions[place])
         hit = self.scheduler.lookup(self.sessions[place], call, self.now)
         assert hit.call_id == call.call_id
         assert hit.blocks == (0 if nothing else self.world.servable(path, start, fine=fine))
@@ -320,7 +322,7 @@ class Offloading(RuleBasedStateMachine):
             units = self.implied_units(grant, blocks)
         alive = grant.lease_id in self.world.live and session_id == grant.session_id
         valid = grant.resets == self.world.resets and self.fits(grant, units, blocks)
-        present, under_way = self.world.present(session_id), len(self.scheduler.loads)
+        present, under_way = self.world.served(session_id), len(self.scheduler.loads)
         ids = pack_int32(self.block_ids(blocks))
         load = Load(self.next_id(), grant.request_id, grant.lease_id, ids, units if said else None)
         self.world.load(session_id, load, units, self.now)
@@ -354,6 +356,7 @@ class Offloading(RuleBasedStateMachine):
         """The same blocks are there again, and it is still not the hit that was promised."""
         grant = self.world.live[data.draw(st.sampled_from(sorted(self.world.live)))]
         self.world.reset(grant.session_id)
+        self.finish()
         self.store_like_an_engine(self.sessions.index(grant.session_id), grant.path)
         while self.world.pending:
             self.world.settle(0, good=True)
@@ -382,6 +385,16 @@ class Offloading(RuleBasedStateMachine):
         if really:
             self.world.reset(self.sessions[place])
 
+    @precondition(lambda self: self.scheduler.unfinished)
+    @rule(calls=st.integers(1, 4))
+    def go_on(self, calls: int) -> None:
+        for _ in range(calls):
+            self.world.go_on(self.now)
+
+    def finish(self) -> None:
+        while self.scheduler.unfinished:
+            self.world.go_on(self.now)
+
     @rule(place=places, really=rarely)
     def engine_restarts(self, place: int, really: bool) -> None:
         if not really:
@@ -404,7 +417,7 @@ class Offloading(RuleBasedStateMachine):
 
     @rule(place=places, path=paths, data=st.data())
     def refused_message(self, place: int, path: Path, data: Any) -> None:
-        if not self.world.present(self.sessions[place]):
+        if not self.world.served(self.sessions[place]):
             return  # nothing of it is looked at
         before = _fingerprint(self.scheduler)
         act = data.draw(st.sampled_from(sorted(REFUSED)))
@@ -423,6 +436,7 @@ class Offloading(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         world = self.world
+        self.finish()
         while world.pending:
             world.settle(len(world.pending) // 2, good=len(world.pending) % 3 != 0)
         self.ranks_return(0)
@@ -435,6 +449,8 @@ class Offloading(RuleBasedStateMachine):
         world.check_idle()
         self.fill_the_tier()
         world.reset(self.sessions[0])
+        self.finish()
+        assert len(world.fold) == 0
         world.check()
         assert all(tier.pool.free_slots == tier.pool.capacity for tier in world.tiers)
 
@@ -460,9 +476,10 @@ class Cascading(Offloading):
         back=st.sampled_from([3, 12, 40, 120]),
         part=st.sampled_from([1, 1, 2, 4]),
         ranks=st.integers(1, 3),
+        slices=slices,
     )
-    def start(self, front: int, back: int, part: int, ranks: int) -> None:
-        limits = LIMITS._replace(headroom_divisor=part)
+    def start(self, front: int, back: int, part: int, ranks: int, slices: int) -> None:
+        limits = LIMITS._replace(headroom_divisor=part, slice_blocks=slices)
         self.begin(Cascade(self.tier(MEDIUM, front), self.tier(BEHIND, back), limits), ranks)
 
     def drain(self) -> None:

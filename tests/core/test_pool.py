@@ -295,13 +295,66 @@ def test_what_is_being_written_behind_a_forgotten_block_is_orphaned() -> None:
     pool.check()
 
 
+# what is behind a block
+
+
+def test_what_branches_off_is_found_behind_a_block_and_siblings_that_left_are_not() -> None:
+    pool = BlockPool(12, 1)
+    trunk = ABCD.part(0, 2)
+    pool.commit(allocate(pool, trunk).slots)
+    tail = pool.slot_of(0, trunk.hashes[1])
+    assert tail is not None
+    twigs = [make_chain((*range(4), *range(100 * n, 100 * n + 4)), 2).part(2) for n in (1, 2, 3)]
+    for twig in twigs:
+        pool.commit(allocate(pool, twig, tail).slots)
+    pool.check()
+    middle = pool.slot_of(0, twigs[1].hashes[0])
+    assert middle is not None
+    assert pool.forget([middle]) == [(0, list(twigs[1].hashes[::-1]), False)]
+    pool.check()
+    newest = allocate(pool, twigs[1], tail).slots
+    pool.check()
+    pool.abandon(newest)
+    pool.check()
+    (gone,) = pool.forget([tail])
+    assert sorted(gone.hashes) == sorted([trunk.hashes[1], *twigs[0].hashes, *twigs[2].hashes])
+    for twig in (twigs[0], twigs[2]):
+        assert gone.hashes.index(twig.hashes[1]) < gone.hashes.index(twig.hashes[0])
+    assert gone.hashes[-1] == trunk.hashes[1]
+    assert pool.ready_names(0) == [trunk.hashes[0]]
+    pool.check()
+
+
+def test_what_was_indexed_last_is_forgotten_first_with_the_tails_behind_it() -> None:
+    pool = BlockPool(8, 1)
+    slots = allocate(pool, ABCD).slots
+    tail = inside(b"t", ABCD.hashes[3])
+    pool.commit([*slots, *pool.allocate(tail, [b"t"], slots[3]).slots])
+    pool.commit(pool.allocate(inside(b"u", None), [b"u"], None).slots)
+    assert [(gone.hashes, gone.inner) for gone in pool.forget_last(1)] == [
+        ([b"t"], True),
+        ([ABCD.hashes[3]], False),
+    ]
+    assert pool.forget_last(9) == [(0, list(ABCD.hashes[2::-1]), False)]
+    assert not pool.empty
+    assert pool.forget_last(9) == [(0, [b"u"], True)]
+    assert pool.empty
+    assert pool.free_slots == 8
+    pool.check()
+
+
 # blocks of an earlier process
+
+
+def adopt(pool: BlockPool, *runs: StoreRun) -> list[BlockStoreMeta]:
+    pool.reserve(runs)
+    return [meta for run in runs for meta in pool.adopt(run)]
 
 
 def test_what_is_adopted_can_be_found_evicted_and_built_upon() -> None:
     pool = BlockPool(6, 1)
     ab, cd = meta_of(ABCD.part(0, 2)), meta_of(ABCD.part(2))
-    assert pool.adopt([StoreRun(ab, [5, 1]), StoreRun(cd, [0, 3])]) == [ab, cd]
+    assert adopt(pool, StoreRun(ab, [5, 1]), StoreRun(cd, [0, 3])) == [ab, cd]
     pool.check()
     assert [pool.slot_of(0, name) for name in ABCD.hashes] == [5, 1, 0, 3]
     assert pool.ready_prefix(0, ABCD.packed, 32) == 4
@@ -314,11 +367,11 @@ def test_inner_names_of_what_is_adopted_come_with_the_block_that_has_them() -> N
     pool, meta = BlockPool(6, 1), meta_of(ABCD)
     ending = inside(b"i", ABCD.hashes[1]), inside(b"j", b"i")
     foreign, taken = inside(b"k", b"nowhere"), inside(ABCD.hashes[0], None)
-    assert pool.adopt([StoreRun(meta, [5, 1, 0, 3], (*ending, foreign, taken))]) == [meta, *ending]
+    assert adopt(pool, StoreRun(meta, [5, 1, 0, 3], (*ending, foreign, taken))) == [meta, *ending]
     pool.check()
     assert [pool.inner_slot(0, name) for name in (b"i", b"j", b"k")] == [0, 0, None]
     assert pool.more_names(0) == list(ending)
-    assert pool.adopt([StoreRun(meta_of(EF), [2, 4], (inside(b"i", None),))]) == [meta_of(EF)]
+    assert adopt(pool, StoreRun(meta_of(EF), [2, 4], (inside(b"i", None),))) == [meta_of(EF)]
     assert pool.inner_slot(0, b"i") == 0
 
 
@@ -342,7 +395,7 @@ def inside(name: bytes, parent: bytes | None) -> BlockStoreMeta:
 )
 def test_what_cannot_stand_here_is_not_adopted(run: StoreRun) -> None:
     pool = BlockPool(6, 1)
-    pool.adopt([StoreRun(meta_of(ABCD.part(0, 2)), [0, 1])])
-    assert pool.adopt([run]) == []
+    adopt(pool, StoreRun(meta_of(ABCD.part(0, 2)), [0, 1]))
+    assert adopt(pool, run) == []
     assert pool.free_slots == 4
     pool.check()

@@ -17,7 +17,7 @@ from core.models import PREFIX, UNIT, cacheable, needed, step_tokens
 from core.prompts import PATHS, Block, Path, block, key64, unit_hash, units_of
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
-from kvevents_service.core.metadata import Announcement, TransferMeta
+from kvevents_service.core.metadata import Announcement, RemovedRun, TransferMeta
 from kvevents_service.core.ranks import RankReports
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.scheduler import OffloadScheduler
@@ -147,7 +147,9 @@ class World:
         self.loads: dict[tuple[int, int], Order] = {}
         self.live: dict[int, Grant] = {}
         self.grants: list[Grant] = []
-        self.resets = self.losses = self.stored = self.last_id = 0
+        self.resets = self.losses = self.stored = self.last_id = self.to_remove = 0
+        self.clearing: list[int] = []
+        """Sessions that wait for their reset."""
 
     # what engines say
 
@@ -158,6 +160,10 @@ class World:
     def present(self, session_id: int) -> bool:
         """Every rank has registered its memory."""
         return len(self.engines[session_id]) == len(self.ranks)
+
+    def served(self, session_id: int) -> bool:
+        """It can store and load: no reset is under way either."""
+        return self.present(session_id) and not self.clearing
 
     def rank_dies(self, session_id: int, rank: int, running: int) -> None:
         """What is queued on its memory fails at once; `running`: a bit for each copy that goes on."""
@@ -227,14 +233,32 @@ class World:
         self.live = {k: grant for k, grant in self.live.items() if (grant.session_id, grant.request_id) != gone}
 
     def reset(self, session_id: int) -> None:
+        """Removes a slice; `go_on` the rest."""
+        if not self.clearing:
+            self.to_remove = len(self.fold)
         self.resets += 1
-        resident = len(self.fold)
+        self.clearing.append(session_id)
         for writer in self._unannounced():
             writer.void = True
-        commands = self.scheduler.reset(session_id, Reset(7))
-        assert commands[-1] == Reply(session_id, ResetDone(7, resident))
-        self.perform(commands[:-1])
-        assert len(self.fold) == 0
+        self._cleared(self.scheduler.reset(session_id, Reset(7)))
+
+    def go_on(self, now: float) -> None:
+        commands = self.scheduler.go_on(now)
+        if self.clearing:
+            self._cleared(commands)
+        else:
+            self.perform(commands)
+
+    def _cleared(self, commands: list[Command]) -> None:
+        """Nothing but removals, and the answers once nothing is left."""
+        removals = [command for command in commands if isinstance(command, Publish)]
+        assert all(isinstance(item, RemovedRun) for command in removals for item in command.announcements)
+        self.perform(removals)
+        replies = [command for command in commands if not isinstance(command, Publish)]
+        done = [Reply(session_id, ResetDone(7, self.to_remove)) for session_id in self.clearing]
+        assert replies == ([] if len(self.fold) or self.scheduler.clearing.under_way else done)
+        if replies:
+            self.clearing.clear()
 
     def tick(self, now: float) -> None:
         self.live = {k: grant for k, grant in self.live.items() if grant.deadline > now}
@@ -297,6 +321,7 @@ class World:
             extra = event.extra_keys[place] if event.extra_keys is not None else None
             assert _as_given(extra) == truth.extra_key
             self._check_bytes(tier, spec.index, truth.block_hash)
+            assert not self.writers[tier, self.located[tier, spec.index, int(key)]].void
             parent = key
         self.stored += len(event.block_hashes)
 
@@ -316,7 +341,6 @@ class World:
         assert all(self.holds(self.arenas[tier][rank][slot], rank, need, path, len(path)) for rank in self.ranks)
         writer = self.writers[tier, slot]
         assert writer.ranks_copied == set(self.ranks)
-        assert not writer.void
         self.located[tier, group, key64(block_hash)] = slot
 
     def _start(self, transfer: TransferMeta) -> None:
@@ -398,7 +422,9 @@ class World:
         for slot in lost:
             self.arenas[transfer.tier][copy.rank][slot] = None
         self.losses += bool(lost)
+        before = len(self.fold)
         self.perform(self.scheduler.lose(transfer, lost))
+        self.to_remove -= before - len(self.fold)
         return bool(lost)
 
     def settle(self, position: int, *, good: bool, twice: bool = False) -> None:

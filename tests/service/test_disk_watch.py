@@ -17,3 +17,14 @@ def test_what_has_grown_is_said_the_first_time_and_at_powers_of_ten(caplog: pyte
         "disk_path: an error (checksum) (12 so far)",
     ]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_blocks_that_the_disk_came_too_late_for_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    stats = {"evicted_unsaved": 0}
+    watch = DiskWatch(lambda: stats)
+    with caplog.at_level("INFO"):
+        for unsaved in (0, 700, 900):
+            stats["evicted_unsaved"] = unsaved
+            watch.look()
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert caplog.records[0].getMessage().endswith("(700 so far)")

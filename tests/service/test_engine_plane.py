@@ -1,6 +1,7 @@
 """The engine plane over real sockets: store, look up, load, and everything a bad peer can do."""
 
 import asyncio
+import gc
 import os
 import socket
 import stat
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from kvevents_service.core.residency import Residency, key64
+from kvevents_service.core.tier import Limits
 from kvevents_service.errors import ConfigError, SidecarGone
 from kvevents_service.service.engines import listen
 from kvevents_service.subscriber import Batch, Subscriber
@@ -107,6 +109,37 @@ async def test_a_reset_is_said_at_once_by_removals(run, engine) -> None:
         assert (await asyncio.to_thread(mini.client.lookup, "r", list(chain(1, 4).hashes))).blocks == 0
         await assert_stream_is_true(service, await asyncio.to_thread(mini.client.inspect, residents=True))
         assert (await fold(service, 2)).removed == 4
+
+
+async def test_a_long_reset_is_done_in_slices_and_is_answered_at_its_end(run, engine) -> None:
+    """Others are answered in between; they find nothing any more."""
+    rounds, blocks = 40, 32
+    async with run(host_bytes=rounds * blocks * 128) as service:
+        mini = await asyncio.to_thread(engine)
+        for seed in range(rounds):
+            await asyncio.to_thread(mini.store, chain(seed, blocks), list(range(blocks)))
+        pool = service.sidecar.tier.scheduler.pool
+        assert len(pool) == rounds * blocks > Limits().slice_blocks
+        asked = asyncio.create_task(asyncio.to_thread(mini.client.reset, DEADLINE_S))
+        left = set()
+        while not asked.done():
+            left.add(len(pool))
+            await asyncio.sleep(0)
+        assert asked.result() == rounds * blocks
+        assert len(left) > 3
+        assert len(pool) == 0
+        await assert_stream_is_true(service, await asyncio.to_thread(mini.client.inspect, residents=True))
+
+
+async def test_the_collector_does_not_look_through_a_tier_where_the_process_is_frozen(run, engine) -> None:
+    gc.freeze()
+    try:
+        async with run() as service:
+            await asyncio.to_thread(engine)
+            columns = service.sidecar.tier.scheduler.pool._hash
+            assert not any(known is columns for known in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 async def test_blocks_outlive_their_engine_and_serve_the_next_one(run, engine) -> None:

@@ -9,9 +9,9 @@ import zmq
 
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal, JournalLimits, Told
-from kvevents_service.core.metadata import BlockStoreMeta, Cleared
+from kvevents_service.core.metadata import BlockStoreMeta, Cleared, RemovedRun
 from kvevents_service.service.outputs import Output
-from kvevents_service.service.publisher import BATCHES_PER_TURN, Publisher
+from kvevents_service.service.publisher import BATCHES_PER_TURN, BLOCKS_PER_BATCH, Publisher
 from kvevents_service.sockets import Receiver, bind
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
 from kvevents_service.wire.control import GroupSpec
@@ -109,6 +109,16 @@ async def test_without_heartbeats_an_idle_publisher_is_silent(make: Callable[[Jo
     await asyncio.wait([running], timeout=0.1)
     assert publisher.journal.next_seq == 0
     running.cancel()
+
+
+def test_large_batches_leave_the_loop_sooner(make: Callable[[Journal], Stage]) -> None:
+    publisher, _, _ = make(Journal())
+    run = RemovedRun(GroupSpec(0, "full_attention", 16), "CPU", tuple(bytes([n % 256]) * 32 for n in range(1024)))
+    for _ in range(BATCHES_PER_TURN):
+        publisher.publish((run,))
+    weight = 1 + 1024 // BLOCKS_PER_BATCH
+    publisher.send_pending(BATCHES_PER_TURN)
+    assert publisher.batches_sent == -(-BATCHES_PER_TURN // weight)
 
 
 def test_a_state_is_told_behind_what_is_pending_a_message_a_turn(make: Callable[[Journal], Stage]) -> None:

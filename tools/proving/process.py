@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -85,6 +86,11 @@ class SidecarProcess:
         kib = {name: int(size) for name, size in re.findall(r"(?m)^(\w+):\s+(\d+) kB", status)}
         descriptors = len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
         return Usage(kib["RssAnon"] * 1024, kib["VmRSS"] * 1024, descriptors)
+
+    def cpu_s(self) -> float:
+        """Of all its threads, since it was started."""
+        ticks = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
     def scrape(self) -> dict[str, float]:
         """Every sample of /metrics; labels are part of the name, in alphabetical order."""

@@ -1,59 +1,72 @@
-"""The soak's child processes: engines that are killed and started again, readers, and one that is stopped."""
+"""The soak's child processes: engines that are killed and started again, readers, and one that only sleeps."""
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
 from tools.proving.process import Ready
+from tools.soak.engine import Orders, serve
 
 END_S = 180.0
 SUMMED = (
     "requests", "blocks_offered", "blocks_stored", "bytes_verified", "corrupt_blocks", "loads_failed",
-    "preemptions", "resets", "client_errors",
+    "preemptions", "resets", "client_errors", "cpu_s",
 )  # fmt: skip
-
-
-NICE = "10"
+NICE = 10
 """Engines and readers yield to the sidecar: on a machine of few cores it is the sidecar that is looked at."""
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tools.soak.engine"])
+"""An engine that takes the place of a killed one does not import torch anew."""
 
 
-def spawn(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    command = ["nice", "-n", NICE, sys.executable, "-m", module, *arguments]
+def spawn(module: str, *arguments: str, nice: int = NICE) -> subprocess.Popen[bytes]:
+    command = ["nice", "-n", str(nice), sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 class Engine:
-    """One place for an engine; `totals` adds up over its lives, as far as each one told."""
+    """One place for an engine; `totals` adds up over its lives, as far as each one told.
 
-    def __init__(self, engine_socket: str, seed: int, reset_every: float) -> None:
+    A new life makes up for what was not offered since the first one began.
+    """
+
+    def __init__(self, engine_socket: str, seed: int, blocks_per_s: float, reset_every_s: float) -> None:
         self.kills = 0
         self.ended_early = 0
-        self._arguments = ["--engine-socket", engine_socket, "--reset-every", str(reset_every)]
-        self._seed = seed
         self._before: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
+        self._orders = Orders(engine_socket, seed, blocks_per_s, time.monotonic(), 0, reset_every_s, NICE)
         self._start()
 
     def _start(self) -> None:
-        self._seed += 100
-        self._process = spawn("tools.soak.engine", *self._arguments, "--seed", str(self._seed))
-        self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+        orders = self._orders
+        self._orders = orders._replace(seed=orders.seed + 100, offered=int(self._before["blocks_offered"]))
+        ours, theirs = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(target=serve, args=(self._orders, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._listener = threading.Thread(target=self._listen, args=(ours,), daemon=True)
         self._listener.start()
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            counts = msgspec.json.decode(line)
-            self._now = Counter({name: counts[name] for name in SUMMED})
+    def _listen(self, pipe: Connection) -> None:
+        try:
+            while True:
+                counts = pipe.recv()
+                self._now = Counter({name: counts[name] for name in SUMMED})
+        except (EOFError, OSError):  # killed, maybe in the middle of a message
+            pipe.close()
 
     def _over(self) -> None:
-        self._process.wait()
+        self._process.join()
         self._listener.join()
         self._before.update(self._now)
         self._now = Counter()
@@ -64,7 +77,7 @@ class Engine:
 
     def watch(self) -> None:
         """One that ended on its own is started again, and counted."""
-        if self._process.poll() is not None:
+        if not self._process.is_alive():
             self.ended_early += 1
             self._over()
             self._start()
@@ -77,12 +90,13 @@ class Engine:
         self._start()
 
     def stop(self) -> None:
-        """It ends what it began. Raises TimeoutExpired if it does not."""
+        """It ends what it began. TimeoutError if it does not."""
         self._process.terminate()
-        try:
-            self._process.wait(END_S)
-        finally:
-            self.close()
+        self._process.join(END_S)
+        still = self._process.is_alive()
+        self.close()
+        if still:
+            raise TimeoutError(f"an engine did not end in {END_S:.0f} s")
 
     def close(self) -> None:
         """kill -9, for good."""
@@ -93,8 +107,8 @@ class Engine:
 class Readers:
     """One process of readers."""
 
-    def __init__(self, ready: Ready, stay: int, churn: int, seed: int) -> None:
-        places = ["--stay", str(stay), "--churn", str(churn), "--seed", str(seed)]
+    def __init__(self, ready: Ready, stay: int, churn: int, fold: int, seed: int) -> None:
+        places = ["--stay", str(stay), "--churn", str(churn), "--fold", str(fold), "--seed", str(seed)]
         self._process = spawn("tools.soak.readers", "--ready", msgspec.json.encode(ready).decode(), *places)
         self.count = stay + churn
 
@@ -111,6 +125,21 @@ class Readers:
             return {"readers": [], "faults": [f"the readers did not end in {END_S:.0f} s"]}
         finally:
             self.kill()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Control:
+    """Sleeps, at the priority of the sidecar."""
+
+    def __init__(self) -> None:
+        self._process = spawn("tools.soak.control", nice=0)
+
+    def p99_s(self) -> float:
+        out, _ = self._process.communicate(b"end\n", END_S)
+        return float(out)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,22 +1,21 @@
-"""One engine of the soak: the reference engine on a trace without end, until SIGTERM.
-
-    python -m tools.soak.engine --engine-socket PATH --seed N
+"""One engine of the soak: the reference engine on a trace without end, until SIGTERM, no faster than it is told.
 
 Half of the conversations come again in every turn of the trace, so that there are hits on both tiers; the others
-are new ones each time, so that blocks must leave. A line of counters on stdout each second.
+are new ones each time, so that blocks must leave. It tells its counters each second.
 """
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from importlib.resources import files
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
-import click
 import msgspec
 import torch
 
@@ -33,7 +32,20 @@ BLOCK_BYTES = LAYERS * LAYER_BYTES
 MAX_PROMPT_TOKENS = 32_768
 IDS_A_TURN = 1_000_000
 SETTINGS = EngineSettings(max_running=16, step_tokens=16_384, forward_s=0.001)
-TELL_S = 1.0
+TELL_S, RESET_S = 1.0, 5.0
+
+
+class Orders(NamedTuple):
+    """What an engine is to do. since: from this time of the monotonic clock on so many blocks a second are asked
+    for; offered: how many of those others have offered. reset_every_s: 0, never."""
+
+    engine_socket: str
+    seed: int
+    blocks_per_s: float
+    since: float
+    offered: int
+    reset_every_s: float
+    nice: int
 
 
 class Traffic:
@@ -74,38 +86,42 @@ def connect(engine_socket: str, cache: PagedCache) -> OffloadClient:
     )
     client = OffloadClient(engine_socket, layout)
     if not client.wait_connected(20.0):
-        raise click.ClickException(f"no sidecar: {client.last_error}")
+        raise RuntimeError(f"no sidecar: {client.last_error}")
     return client
 
 
-@click.command()
-@click.option("--engine-socket", required=True)
-@click.option("--seed", default=1)
-@click.option("--reset-every", default=0.0, help="Seconds between resets; 0: none.")
-def main(engine_socket: str, seed: int, reset_every: float) -> None:
+class Pace:
+    """Sleeps whenever more was offered since `orders.since` than was asked for until now."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    def keep(self, offered: int) -> None:
+        orders = self._orders
+        due = orders.since + (orders.offered + offered) / orders.blocks_per_s
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def serve(orders: Orders, pipe: Connection) -> None:
+    """A process of its own: traffic until SIGTERM. Counters go down the pipe."""
+    os.nice(orders.nice)
     torch.set_num_threads(1)
-    traffic, resets = Traffic(seed), 0
+    traffic, resets, pace = Traffic(orders.seed), 0, Pace(orders)
     signal.signal(signal.SIGTERM, traffic.stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     cache = PagedCache(BLOCKS, LAYERS, LAYER_BYTES)
-    client = connect(engine_socket, cache)
+    client = connect(orders.engine_socket, cache)
     planner = make_planner(cache, MODELS["full"], SETTINGS, lazy=False)
     engine = ReferenceEngine(cache, client, MODELS["full"], SETTINGS, planner)
     told = reset_at = time.monotonic()
     for counts in engine.run(traffic.lines()):
         now = time.monotonic()
-        if reset_every and now - reset_at >= reset_every:
-            reset_at, resets = now, resets + (client.reset(5.0) is not None)
+        if orders.reset_every_s and now - reset_at >= orders.reset_every_s:
+            reset_at, resets = now, resets + (client.reset(RESET_S) is not None)
         if now - told >= TELL_S or counts.done:
             told = now
-            line = {
-                **msgspec.to_builtins(counts),
-                "resets": resets,
-                "client_errors": client.counters["client_errors"],
-            }
-            sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-            sys.stdout.buffer.flush()
+            beside = {"resets": resets, "client_errors": client.counters["client_errors"]}
+            pipe.send({**msgspec.to_builtins(counts), **beside, "cpu_s": time.process_time()})
+        if not traffic.stopped:
+            pace.keep(counts.blocks_offered)
     client.close(10.0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 """The readers of the soak, in one process: some stay, some come and go, and each is watched.
 
-    python -m tools.soak.readers --ready JSON --stay 2 --churn 6
+    python -m tools.soak.readers --ready JSON --stay 2 --churn 6 --fold 2
 
-A line on stdin ends the churn: every reader then catches up with the sidecar, those that fold compare, and one JSON
-line says how each of them got on.
+Some fold what they read; the others follow the numbers. A line on stdin ends the churn: every reader then catches
+up with the sidecar, those that fold compare, and one JSON line says how each of them got on.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import time
 from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import click
 import msgspec
+import uvloop
 import zmq
 
 from kvevents_service.items import Source
@@ -26,6 +28,7 @@ from kvevents_service.wire.frames import LiveFrame, parse_replay_reply, replay_r
 from kvevents_service.wire.peek import starts_anew
 from tools.proving.follower import Follower, Observer, counters, differences, folded, quiet, resident
 from tools.proving.process import Ready
+from tools.soak.numbers import Numbers
 
 CATCH_UP_S = 60.0
 LIFE_S = (4.0, 15.0)
@@ -34,23 +37,26 @@ ANSWER_S = 40.0
 
 
 class Reader:
-    """One place for a reader. comes_and_goes: it closes and joins anew, again and again."""
+    """One place for a reader. folds: it decodes all it reads. comes_and_goes: it closes and joins anew, again and
+    again."""
 
-    def __init__(self, source: Source, *, track: bool, comes_and_goes: bool, random: random.Random) -> None:
+    def __init__(self, source: Source, *, folds: bool, comes_and_goes: bool, random: random.Random) -> None:
         self.source = source
-        self.track = track
+        self.folds = folds
         self.comes_and_goes = comes_and_goes
         self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self.follower = Follower()
         self.subscriber: Subscriber | None = None
         self._random = random
+        self._stays = asyncio.Event()
+        """This life is its last."""
 
     async def run(self, ending: asyncio.Event) -> None:
         """Read until cancelled; after `ending` it stays."""
         while True:
             self.follower = Follower()
-            async with Subscriber(self.source, track=self.track) as self.subscriber:
+            async with self._subscriber() as self.subscriber:
                 reading = asyncio.create_task(self.follower.run(self.subscriber))
                 try:
                     await self._live(ending)
@@ -59,6 +65,9 @@ class Reader:
                     await asyncio.wait([reading])
                     self._add_up()
 
+    def _subscriber(self) -> Subscriber:
+        return Subscriber(self.source, track=True) if self.folds else Numbers(self.source)
+
     async def _live(self, ending: asyncio.Event) -> None:
         if self.comes_and_goes:
             try:
@@ -66,6 +75,7 @@ class Reader:
                     await ending.wait()
             except TimeoutError:
                 return
+        self._stays.set()
         await asyncio.Event().wait()
 
     def _add_up(self) -> None:
@@ -78,12 +88,14 @@ class Reader:
 
     async def compare(self, observer: Observer) -> None:
         """Catch up, and hold what was folded against the books."""
+        async with asyncio.timeout(CATCH_UP_S):
+            await self._stays.wait()
         inspected = await quiet(observer, CATCH_UP_S)
         if not await self.follower.reach(inspected.next_seq, CATCH_UP_S):
             self.faults.append(f"it did not catch up with {inspected.next_seq}: {self.follower}")
             return
         self.faults += self.follower.faults()
-        if self.track:
+        if self.folds:
             assert self.subscriber is not None
             self.faults += differences(folded(self.subscriber), resident(inspected))
             for fold in self.subscriber.state().values():
@@ -91,7 +103,8 @@ class Reader:
 
     def told(self) -> dict[str, Any]:
         faults = [*self.faults, *([f"{self.counts['holes']} holes"] if self.counts["holes"] else [])]
-        return {"track": self.track, "stays": not self.comes_and_goes, **self.counts, "faults": faults}
+        late = self.comes_and_goes and self.source.snapshot is None
+        return {"folds": self.folds, "late_by_replay": late, **self.counts, "faults": faults}
 
 
 class Asker:
@@ -146,21 +159,20 @@ class Asker:
             frames.append(frame)
 
 
-def places(ready: Ready, stay: int, churn: int, seed: int) -> list[Reader]:
-    """Those that stay fold, and every second one that comes and goes; some recover by snapshots."""
+def places(ready: Ready, stay: int, churn: int, fold: int, seed: int) -> list[Reader]:
+    """The first `fold` fold; every third one recovers by snapshots, the others by replay."""
     made = []
     for number in range(stay + churn):
-        snapshot = ready.snapshot if number % 3 == 2 else None
+        snapshot = ready.snapshot if number % 3 == 1 else None
         source = Source(ready.pub, ready.replay, snapshot=snapshot, label=f"reader-{number}")
-        goes = number >= stay
-        track = not goes or number % 2 == 0
-        made.append(Reader(source, track=track, comes_and_goes=goes, random=random.Random(f"{seed}-{number}")))
+        own = random.Random(f"{seed}-{number}")
+        made.append(Reader(source, folds=number < fold, comes_and_goes=number >= stay, random=own))
     return made
 
 
-async def read(ready: Ready, stay: int, churn: int, seed: int) -> dict[str, Any]:
+async def read(ready: Ready, stay: int, churn: int, fold: int, seed: int) -> dict[str, Any]:
     ending = asyncio.Event()
-    readers = places(ready, stay, churn, seed)
+    readers = places(ready, stay, churn, fold, seed)
     asker = Asker(ready.replay, random.Random(seed))
     tasks = [asyncio.create_task(reader.run(ending)) for reader in readers]
     tasks.append(asking := asyncio.create_task(asker.run()))
@@ -179,6 +191,7 @@ async def read(ready: Ready, stay: int, churn: int, seed: int) -> dict[str, Any]
         "readers": [reader.told() for reader in readers],
         "replays_asked": asker.asked,
         "replays_broken_off": asker.broken_off,
+        "cpu_s": time.process_time(),
         "faults": asker.faults + broke,
     }
 
@@ -187,9 +200,12 @@ async def read(ready: Ready, stay: int, churn: int, seed: int) -> dict[str, Any]
 @click.option("--ready", required=True, help="The sidecar's ready line.")
 @click.option("--stay", default=1)
 @click.option("--churn", default=1)
+@click.option("--fold", default=1)
 @click.option("--seed", default=1)
-def main(ready: str, stay: int, churn: int, seed: int) -> None:
-    told = asyncio.run(read(msgspec.json.decode(ready, type=Ready), stay, churn, seed))
+def main(ready: str, stay: int, churn: int, fold: int, seed: int) -> None:
+    at = msgspec.json.decode(ready, type=Ready)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        told = runner.run(read(at, stay, churn, fold, seed))
     sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
 
 

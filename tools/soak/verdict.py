@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from tools.proving.process import MIB
+from tools.proving.process import MIB, LogLine
 
 WARM_UP, WARM_UP_BLOCKS = 0.4, 800_000
 """This share of the run, and so many blocks at least, fill tiers, journal and queues, and are not measured."""
 LEAST_SAMPLES = 5
 GROWTH_BYTES, GROWTH_SHARE = 16 * MIB, 0.05
 LAG_S, CONTROL_LAG_S = 0.010, 0.005
+RATE_SHARE = 0.9
+FULL_FOLDS = 2
+ODD_LEVELS = ("warning", "error", "critical")
 DESCRIPTORS = 32
 """Connections of readers that come and go differ by so many."""
 
@@ -70,9 +73,37 @@ class Growth(NamedTuple):
         return max(GROWTH_BYTES, GROWTH_SHARE * self.mean_bytes)
 
 
+def rate_faults(reached: float, asked: float) -> list[str]:
+    """In blocks offered a second."""
+    if reached >= RATE_SHARE * asked:
+        return []
+    return [f"{reached:,.0f} blocks/s were offered, of {asked:,.0f} asked for"]
+
+
+def reader_faults(readers: Sequence[Mapping[str, Any]], expected: int) -> list[str]:
+    """What they found, and whether enough of them looked. Each told `folds`, `late_by_replay` and `faults`."""
+    folds = [reader for reader in readers if reader["folds"]]
+    found = [f"reader {number}: {fault}" for number, reader in enumerate(readers) for fault in reader["faults"]]
+    if len(readers) != expected:
+        found.append(f"{len(readers)} of {expected} readers told how they got on")
+    if len(folds) < FULL_FOLDS or not any(reader["late_by_replay"] for reader in folds):
+        found.append(f"{len(folds)} readers folded all: {FULL_FOLDS} are wanted, one of them late by replay")
+    return found
+
+
+def log_faults(lines: Sequence[LogLine]) -> list[str]:
+    """A sidecar with nothing wrong warns of nothing."""
+    odd = [line for line in lines if line.level in ODD_LEVELS]
+    return [f"log: {line.level}: {line.message[:300]} {line.error[-300:]}" for line in odd]
+
+
+def lag_is_judged(control_p99_s: float) -> bool:
+    """A process that only sleeps was in time; else the machine is too busy to tell."""
+    return control_p99_s <= CONTROL_LAG_S
+
+
 def lag_faults(lag_p99_s: float, control_p99_s: float) -> list[str]:
-    """A thread that only sleeps was late as well: then the machine is too busy to tell."""
-    if lag_p99_s <= LAG_S or control_p99_s > CONTROL_LAG_S:
+    if lag_p99_s <= LAG_S or not lag_is_judged(control_p99_s):
         return []
     return [f"the event loop's lag is up to {lag_p99_s * 1000:.0f} ms at p99, not {LAG_S * 1000:.0f} ms"]
 
