@@ -13,7 +13,8 @@ import msgspec
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.core.presence import Look, Presence
 from kvevents_service.core.sequence import Gap, Origin, Restart, Resync
-from kvevents_service.core.source import SourceLimits, StreamSource
+from kvevents_service.core.source import StreamSource
+from kvevents_service.core.source_holding import SourceLimits
 from kvevents_service.feed import Feed
 from kvevents_service.items import Batch, Item, Source, Undecodable
 from kvevents_service.lane import Options

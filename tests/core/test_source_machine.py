@@ -17,7 +17,8 @@ from core.engine_model import DEPTH, WIDTH, EngineModel, Path, closed, key, stor
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.metadata import Announcement, Cleared
 from kvevents_service.core.residency import Residency, keys64
-from kvevents_service.core.source import SourceLimits, StreamSource
+from kvevents_service.core.source import StreamSource
+from kvevents_service.core.source_holding import SourceLimits
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
