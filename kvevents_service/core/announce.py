@@ -27,6 +27,7 @@ Arrays: TypeAlias = tuple[Any, Any]
 """The hashes and the tokens of a store, as lists or encoded."""
 
 LOCAL = "LOCAL"
+_OF_BLOCKS = (BlockStoreMeta, RemovedRun)  # a union would be made anew for each look
 MAX_BATCH_TOKENS = 1 << 20
 """About 5 MB of payload."""
 MAX_BATCH_EVENTS = 4096
@@ -133,7 +134,7 @@ def _events(
     """What a dialect says of one announcement: one event, one for each block, or none. arrays: of each store in
     turn, if they are made already."""
     shape = shape_of(dialect)
-    if not isinstance(item, BlockStoreMeta | RemovedRun):
+    if not isinstance(item, _OF_BLOCKS):
         return (shape.cleared,)
     medium = _let_through(dialect, item)
     if medium is None:

@@ -92,9 +92,17 @@ class Holding:
         state = self._state_behind(parent if chained else NO_SLOT)
         slots = table.fill(shelf, meta, state, self.telling, NO_SLOT if parent is None else parent)
         shelf.held.update(zip(keys, slots, strict=True))
-        if chained:
-            self._link(shelf, slots, parent, parent_key)
-        self._say(shelf, meta, slots, state)
+        if chained and parent_key is not None:
+            self._link(shelf, slots[0], parent, parent_key)
+        if chained and len(slots) > 1:
+            table.chain(slots)
+        if state == SHOWN:
+            shelf.shown += len(slots)
+            self.out.append(meta)
+        elif state == WAITING:
+            table.waiting.update(dict.fromkeys(slots))
+        else:
+            self._come_later(slots)
         if shelf.missing:
             for key, slot in zip(keys, slots, strict=True):
                 self._adopt(shelf, key, slot)
@@ -104,23 +112,11 @@ class Holding:
         before = SHOWN if parent == NO_SLOT else WAITING if parent is None else self.table.state[parent]
         return AWAY if before == SHOWN and self.hidden else before
 
-    def _link(self, shelf: Shelf, slots: Sequence[int], parent: int | None, parent_key: int | None) -> None:
-        if len(slots) > 1:
-            self.table.chain(slots)
-        if parent is not None:
-            if parent != NO_SLOT:
-                self.table.link(slots[0], parent)
-        elif parent_key is not None:
-            shelf.missing.setdefault(parent_key, {})[slots[0]] = None
-
-    def _say(self, shelf: Shelf, meta: BlockStoreMeta, slots: Sequence[int], state: int) -> None:
-        if state == SHOWN:
-            shelf.shown += len(slots)
-            self.out.append(meta)
-        elif state == WAITING:
-            self.table.waiting.update(dict.fromkeys(slots))
+    def _link(self, shelf: Shelf, slot: int, parent: int | None, parent_key: int) -> None:
+        if parent is None:
+            shelf.missing.setdefault(parent_key, {})[slot] = None
         else:
-            self._come_later(slots)
+            self.table.link(slot, parent)
 
     def _come_later(self, slots: Sequence[int]) -> None:
         if not self.hidden and self.turning is not None:

@@ -62,6 +62,11 @@ class RecordedFeed:
         return self._sequence.replaying
 
     @property
+    def readable(self) -> bool:
+        """Whether there is more than was taken."""
+        return bool(self._out)
+
+    @property
     def duplicates(self) -> int:
         return self._sequence.duplicates
 

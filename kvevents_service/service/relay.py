@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from kvevents_service.core.cut import StateSource
 from kvevents_service.core.metadata import Announcement
@@ -52,18 +51,20 @@ class Relay:
     async def run(self) -> None:
         """Relay until cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
-            self._wake.clear()
-            busy = [source.turn(loop.time()) for source in self.relayed]
-            if any(busy):
-                await asyncio.sleep(0)
-            else:
-                await self._woken()
+        ticking = asyncio.create_task(self._tick())
+        try:
+            while True:
+                self._wake.clear()
+                busy = [source.turn(loop.time()) for source in self.relayed]
+                await (asyncio.sleep(0) if any(busy) else self._wake.wait())
+        finally:
+            ticking.cancel()
 
-    async def _woken(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECHECK_S):
-                await self._wake.wait()
+    async def _tick(self) -> None:
+        """Sources are looked at now and then, whatever wakes. A timeout for each wait would cost more."""
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            self._wake.set()
 
     def withdraw(self) -> None:
         """Say that everything relayed is gone, before nobody says anything any more."""

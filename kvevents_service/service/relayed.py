@@ -21,13 +21,16 @@ from kvevents_service.lane import Options
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.recorded_feed import RecordedFeed
 from kvevents_service.service.recorder import Recorder
+from kvevents_service.sockets import RECHECK_S
 from kvevents_service.source_config import SourceConfig
 
 log = logging.getLogger(__name__)
 
 GONE_AFTER_S: Final = 1.0
 """A connection that is lost for less is a hiccup of the network."""
-TURN_ITEMS: Final = 16
+LOOK_S: Final = RECHECK_S / 2
+"""Whether it is there is looked at so often at most: the answer costs as much as a batch."""
+TURN_ITEMS: Final = 32
 """After so many items the other sources, the publisher and the engines get a turn."""
 
 
@@ -74,6 +77,7 @@ class RelayedSource:
         self._wall_clock = wall_clock
         self._heard = False
         self._duplicates = 0
+        self._look_at = 0.0
 
     def __repr__(self) -> str:
         return f"<RelayedSource {self.feed!r} {self.presence!r} {self.state!r}>"
@@ -112,17 +116,20 @@ class RelayedSource:
         while items < TURN_ITEMS and (item := self.feed.take()) is not None:
             said += self._said_by(item)
             items += 1
+        if self.state.settling:
+            said += self.state.step()
         if items < TURN_ITEMS:
             said += self._at_rest(now)
         if said:
             self._publish(tuple(said))
-        return items > 0 or self.state.settling
+        return items == TURN_ITEMS or self.feed.readable or self.state.settling
 
     def withdraw(self) -> None:
         """Say that everything of it is gone: nobody will follow it any more."""
         gone = self.state.hide()
-        if gone:
+        while gone or self.state.settling:
             self._publish(gone)
+            gone = self.state.step()
 
     # items
 
@@ -164,10 +171,16 @@ class RelayedSource:
 
     def _at_rest(self, now: float) -> tuple[Announcement, ...]:
         asking = self.feed.replaying
-        settled = () if asking else self.state.settle()
-        asking |= self.state.settling
+        settled = self.state.settle() if self.state.doubting and not asking else ()
+        if now < self._look_at:
+            return settled
+        self._look_at = now + LOOK_S
         look = self.presence.look(
-            now, connected=self.feed.connected, stale=self.feed.stale, asking=asking, heard=self._take_heard()
+            now,
+            connected=self.feed.connected,
+            stale=self.feed.stale,
+            asking=asking or self.state.settling,
+            heard=self._take_heard(),
         )
         match look:
             case Look.ASK:
