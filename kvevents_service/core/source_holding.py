@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta
 from kvevents_service.core.residency import key64
 from kvevents_service.core.slots import NO_SLOT
@@ -89,6 +91,8 @@ class Holding:
         self.counts["stored"] += len(keys)
         parent_key = None if before is None else key64(before)
         parent = NO_SLOT if parent_key is None else shelf.held.get(parent_key)
+        if parent is not None and parent != NO_SLOT:
+            meta = self._named_alike(meta, parent)
         state = self._state_behind(parent if chained else NO_SLOT)
         slots = table.fill(shelf, meta, state, self.telling, NO_SLOT if parent is None else parent)
         shelf.held.update(zip(keys, slots, strict=True))
@@ -106,6 +110,12 @@ class Holding:
         if shelf.missing:
             for key, slot in zip(keys, slots, strict=True):
                 self._adopt(shelf, key, slot)
+
+    def _named_alike(self, meta: BlockStoreMeta, parent: int) -> BlockStoreMeta:
+        """The parent's name is the one it was stored by, however this store writes it."""
+        if len(meta.parent_block_hash or b"") == self.table.run(parent).hash_bytes:
+            return meta
+        return replace(meta, parent_block_hash=self.table.hash_of(parent))
 
     def _state_behind(self, parent: int | None) -> int:
         """What a block is behind this one: NO_SLOT, as it needs none; None, as it is not held."""
@@ -132,6 +142,8 @@ class Holding:
                 self.drop(child)
                 continue
             table.link(child, slot)
+            if not table.position[child]:
+                table.run(child).parent_block_hash = table.hash_of(slot)
             if state != WAITING:
                 found = table.subtree(child)
                 table.wait_no_more(shelf, found, state)

@@ -92,8 +92,11 @@ class SourceTable:
         assert run is not None, "a slot in use has its run"
         return run
 
+    def hash_of(self, slot: int) -> bytes:
+        return self.run(slot).hash_at(self.position[slot])
+
     def key_of(self, slot: int) -> int:
-        return key64(self.run(slot).hash_at(self.position[slot]))
+        return key64(self.hash_of(slot))
 
     def parent_key(self, slot: int) -> int | None:
         """What the block's parent is called, held or not."""
