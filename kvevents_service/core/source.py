@@ -138,6 +138,17 @@ class StreamSource:
         """What is announced now."""
         return self.table.cut()
 
+    def shown_on(self, medium: str, group: int) -> int:
+        """How many blocks of one tier and group are announced."""
+        shelf = self.table.shelves.get(ShelfName(medium, group))
+        return 0 if shelf is None else shelf.shown
+
+    def shows(self, medium: str, group: int, key: int) -> bool:
+        """Whether this block is announced."""
+        shelf = self.table.shelves.get(ShelfName(medium, group))
+        slot = None if shelf is None else shelf.held.get(key)
+        return slot is not None and self.table.state[slot] == SHOWN
+
     def _said(self) -> tuple[Announcement, ...]:
         said = tuple(self.holding.out)
         self.holding.out.clear()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from kvevents_service.core.cut import StateSource
 from kvevents_service.core.metadata import Announcement
+from kvevents_service.core.source_union import SourceUnion
 from kvevents_service.service.event_plane import EventPlane
 from kvevents_service.service.relayed import RelayedSource, SourceView
 from kvevents_service.sockets import RECHECK_S
@@ -31,10 +32,12 @@ class Relay:
         others: frozenset[str] = frozenset(),
     ) -> None:
         self._wake = asyncio.Event()
+        self._publish = publish
         self.relayed = [
-            RelayedSource(config, publish, wake=self._wake.set, wall_clock=wall_clock, others=others)
+            RelayedSource(config, self._tell, wake=self._wake.set, wall_clock=wall_clock, others=others)
             for config in configs
         ]
+        self._union = SourceUnion([source.state for source in self.relayed])
 
     def __repr__(self) -> str:
         return f"<Relay of {self.relayed!r}>"
@@ -71,11 +74,16 @@ class Relay:
         for source in self.relayed:
             source.withdraw()
 
+    def _tell(self, source: RelayedSource, said: tuple[Announcement, ...]) -> None:
+        told = said if len(self.relayed) == 1 else self._union.told_of(source.state, said)
+        if told:
+            self._publish(told)
+
     # instruments
 
     def sources(self) -> list[StateSource]:
         """For snapshots: an engine's own tiers are faster than ours."""
-        return [source.state for source in self.relayed]
+        return [self._union] if len(self.relayed) > 1 else [source.state for source in self.relayed]
 
     def views(self) -> list[SourceView]:
         return [source.view() for source in self.relayed]

@@ -58,7 +58,7 @@ class RelayedSource:
     def __init__(
         self,
         config: SourceConfig,
-        publish: Callable[[tuple[Announcement, ...]], int],
+        publish: Callable[[RelayedSource, tuple[Announcement, ...]], None],
         *,
         wake: Callable[[], None],
         wall_clock: Callable[[], float],
@@ -121,14 +121,14 @@ class RelayedSource:
         if items < TURN_ITEMS:
             said += self._at_rest(now)
         if said:
-            self._publish(tuple(said))
+            self._publish(self, tuple(said))
         return items == TURN_ITEMS or self.feed.readable or self.state.settling
 
     def withdraw(self) -> None:
         """Say that everything of it is gone: nobody will follow it any more."""
         gone = self.state.hide()
         while gone or self.state.settling:
-            self._publish(gone)
+            self._publish(self, gone)
             gone = self.state.step()
 
     # items
