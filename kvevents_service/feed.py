@@ -302,7 +302,8 @@ class Feed:
         try:
             batch, skipped = decode_batch(frame.payload, read_tokens=self.options.read_tokens)
         except WireError as error:
-            lane.sequence.distrust()
+            if not replayed:  # to ask again would bring the same
+                lane.sequence.distrust()
             return Undecodable(topic, frame.seq, error, lane.origin)
         return Batch(topic, frame.seq, batch, skipped, replayed, lane.origin, frame.payload)
 

@@ -107,8 +107,7 @@ class StreamSource:
     def lose(self) -> tuple[Announcement, ...]:
         """Something is missing that will not be told: any block may be gone."""
         self.counts["lost"] += 1
-        self.doubting = False
-        self._forget_all()
+        self._void()
         return self._said()
 
     def hide(self) -> tuple[Announcement, ...]:
@@ -190,6 +189,10 @@ class StreamSource:
 
     def _clear(self) -> None:
         self.counts["cleared"] += 1
+        self._void()
+
+    def _void(self) -> None:
+        """What was told so far is not known to be so. In the middle of a telling that is seen at its end."""
         if self.doubting:
             self._doubt_all()
         else:

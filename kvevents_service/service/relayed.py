@@ -136,7 +136,7 @@ class RelayedSource:
     def _said_by(self, item: Item) -> tuple[Announcement, ...]:
         match item:
             case Batch() | Gap() | Restart() | Resync() | Undecodable():
-                return self._said_of(item) if self._is_of_origin(item.source) else ()
+                return self._said_of(item) if self._is_of_origin(item) else ()
         return ()  # silence is looked at when all is taken
 
     def _said_of(self, item: Batch | Gap | Restart | Resync | Undecodable) -> tuple[Announcement, ...]:
@@ -153,11 +153,15 @@ class RelayedSource:
         log.warning("source %s: batches are lost, what was known of it is withdrawn", self.feed.source.name)
         return self.state.lose()
 
-    def _is_of_origin(self, origin: Origin) -> bool:
-        """The first counter of our rank is the one that is relayed: two would be two caches."""
-        if self._origin is None and origin.dp_rank == self.dp_rank:
+    def _is_of_origin(self, item: Batch | Gap | Restart | Resync | Undecodable) -> bool:
+        """The first counter of our rank is the one that is relayed: two would be two caches.
+
+        Only a batch says whose it is.
+        """
+        origin, ours = item.source, item.source.dp_rank == self.dp_rank
+        if self._origin is None and ours and isinstance(item, Batch):
             self._origin = origin
-        if origin == self._origin or (self._origin is None and not origin.topic):
+        if origin == self._origin or (self._origin is None and ours):
             return True
         self.counts["other_origin"] += 1
         if is_told(self.counts["other_origin"]):

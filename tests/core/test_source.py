@@ -282,6 +282,16 @@ def test_of_a_state_told_again_only_the_difference_is_announced() -> None:
     assert source.settle() == ()
 
 
+def test_a_loss_in_the_middle_of_a_telling_takes_nothing_that_is_told_after_it() -> None:
+    source = StreamSource()
+    source.apply([stored(ABC, 3)])
+    source.doubt()
+    assert source.apply([stored(AB, 2)]) == ()
+    assert source.lose() == ()
+    assert source.apply([stored(A)]) == ()
+    assert said(source.settle()) == [minus(ABC, AB)]
+
+
 def test_what_was_not_told_again_goes_a_slice_at_a_time() -> None:
     source, fold = StreamSource(limits=SourceLimits(slice_blocks=256)), Residency()
     blocks = [BlockStored([name], None, [1, 2], 2, None, None, None) for name in range(1000)]
