@@ -62,7 +62,8 @@ def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announce
 def _weight(item: Announcement) -> int:
     """Numbers that its events will hold at most, the maps around them included."""
     if isinstance(item, BlockStoreMeta):
-        return len(item.token_ids) // INT32_BYTES + item.blocks * _event_weight(item)
+        blocks = len(item.block_hashes) // item.hash_bytes
+        return len(item.token_ids) // INT32_BYTES + blocks * _event_weight(item)
     return len(item.block_hashes) * EVENT_WEIGHT if isinstance(item, RemovedRun) else 0
 
 

@@ -50,7 +50,7 @@ class RecordedFeed:
         self._last_at = 0.0
         self._only: str | None = None
         self._topic: bytes | None = None
-        self._begun = False
+        self._begun = self._more = False
         self._out: deque[Deliver | Gap | Restart | Resync | Undecodable] = deque()
         self._origin = Origin(self.source.name, b"", dp_rank)
         self._sequence = self._sequencer(replay=False)
@@ -64,8 +64,8 @@ class RecordedFeed:
 
     @property
     def readable(self) -> bool:
-        """Whether there is more than was taken."""
-        return bool(self._out)
+        """Whether there is more than was taken, or may be."""
+        return bool(self._out) or self._more
 
     @property
     def duplicates(self) -> int:
@@ -93,12 +93,14 @@ class RecordedFeed:
 
     def poll(self, now: float) -> None:
         """Read what is due."""
+        self._more = False
         for _ in range(AT_ONCE):
             line = self._next
             if line is None or self._due_s(line) > now:
                 return
             self._take(line)
             self._advance()
+        self._more = True
 
     def take(self) -> Item | None:
         if not self._out:

@@ -72,6 +72,7 @@ class RelayedSource:
         self.presence = Presence(GONE_AFTER_S)
         self.counts = Counter(other_origin=0)
         self.lag_s: float | None = None
+        self._sent: float | None = None
         self._origin: Origin | None = None
         self._publish = publish
         self._wall_clock = wall_clock
@@ -120,9 +121,17 @@ class RelayedSource:
             said += self.state.step()
         if items < TURN_ITEMS:
             said += self._at_rest(now)
+        if self._sent is not None:
+            self._note_lag(self._sent)
         if said:
             self._publish(self, tuple(said))
         return items == TURN_ITEMS or self.feed.readable or self.state.settling
+
+    def _note_lag(self, sent: float) -> None:
+        """Of the newest batch of a turn."""
+        self._sent = None
+        if isfinite(sent):
+            self.lag_s = max(0.0, self._wall_clock() - sent)
 
     def withdraw(self) -> None:
         """Say that everything of it is gone: nobody will follow it any more."""
@@ -143,8 +152,7 @@ class RelayedSource:
         self._heard = True
         match item:
             case Batch():
-                sent = item.batch.ts
-                self.lag_s = max(0.0, self._wall_clock() - sent) if isfinite(sent) else self.lag_s
+                self._sent = item.batch.ts
                 return self.state.apply(item.batch.events)
             case Restart() | Resync():
                 return self.state.doubt()
