@@ -3,8 +3,10 @@
 Delay: a process sends batches of 4 blocks at a steady rate; the first hash of each is the time it was sent (ns of
 CLOCK_MONOTONIC, which all processes of a machine share). Another process hears the source and the relay; added is
 the difference, batch by batch. Rate: as fast as the source can send; a direct `Subscriber` is timed on the same
-batches. The relay runs as `kvevents relay` does, in a process of its own. Memory: by tracemalloc, of runs of 8
-blocks (and of 1 and of 32) of 16 tokens.
+batches. The relay runs as `kvevents relay` does, in a process of its own; beside its rate stands the CPU time of
+all its threads for a batch, which says most where neighbours are busy. Memory: by tracemalloc, of runs of 8 blocks
+(and of 1 and of 32) of 16 tokens. Stall: the longest step of a source of many blocks that goes, comes back or is
+cleared.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from random import Random
 from statistics import quantiles
+from typing import NamedTuple
 
 import zmq
 
@@ -28,7 +32,7 @@ from benchmarks.harness import BLOCK_TOKENS, VOCABULARY, Spread, note, report
 from kvevents_service.core.source import StreamSource
 from kvevents_service.subscriber import Batch, Subscriber
 from kvevents_service.wire.codec import decode_batch, encode_batch
-from kvevents_service.wire.events import BlockStored, EventBatch
+from kvevents_service.wire.events import AllBlocksCleared, BlockStored, EventBatch
 from kvevents_service.wire.frames import live_frames
 
 BLOCKS = 4
@@ -41,7 +45,7 @@ RUNS = 3
 MANY = 30_000
 RESIDENT = 100_000
 DEADLINE_MS = 60_000
-TARGET_MS, TARGET_RATIO, TARGET_BYTES = 2.0, 0.5, 300.0
+TARGET_MS, TARGET_RATIO, TARGET_BYTES, TARGET_STALL_MS = 2.0, 0.5, 300.0, 20.0
 
 
 def store(first: int, random: Random, blocks: int = BLOCKS) -> BlockStored:
@@ -108,9 +112,21 @@ def process(target: object, *arguments: object) -> Iterator[Connection]:
         child.join()
 
 
+class Running(NamedTuple):
+    """A relay's process and where it publishes."""
+
+    process_id: int
+    pub: str
+
+    @property
+    def cpu_us(self) -> float:
+        """Of all its threads, ZeroMQ's included, so far."""
+        spent = [task.read_text().split()[0] for task in Path(f"/proc/{self.process_id}/task").glob("*/schedstat")]
+        return sum(map(int, spent)) / 1e3
+
+
 @contextmanager
-def relay_of(source: str) -> Iterator[str]:
-    """Where a relay of it publishes."""
+def relay_of(source: str) -> Iterator[Running]:
     words = [
         "--from",
         source,
@@ -124,7 +140,7 @@ def relay_of(source: str) -> Iterator[str]:
     child = subprocess.Popen([sys.executable, "-m", "kvevents_service", "relay", *words], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None
-        yield json.loads(child.stdout.readline())["outputs"][0]["pub"]
+        yield Running(child.pid, json.loads(child.stdout.readline())["outputs"][0]["pub"])
     finally:
         child.kill()
         child.communicate()
@@ -135,7 +151,7 @@ def delays_ms(seconds: float) -> tuple[list[float], list[float]]:
     batches = int(RATE_HZ * seconds)
     with process(send, RATE_HZ, batches) as source:
         endpoint = source.recv()
-        with relay_of(endpoint) as relayed, process(hear, [endpoint, relayed], batches) as ears:
+        with relay_of(endpoint) as relayed, process(hear, [endpoint, relayed.pub], batches) as ears:
             time.sleep(WARM_UP_S)
             source.send(2)
             assert ears.poll(DEADLINE_MS), "no answer"
@@ -145,19 +161,21 @@ def delays_ms(seconds: float) -> tuple[list[float], list[float]]:
     return [(late[at] - direct[at]) / 1e6 for at in sent], [(direct[at] - at) / 1e6 for at in sent]
 
 
-def relayed_rate() -> float:
-    """Batches/s that came out of a relay, from the first to the last."""
+def relayed_rate() -> tuple[float, float]:
+    """Batches/s that came out of a relay, from the first to the last, and its CPU time for each, us."""
     with (
         process(send, 0, MANY) as source,
         relay_of(source.recv()) as relayed,
-        process(hear, [relayed], MANY) as ears,
+        process(hear, [relayed.pub], MANY) as ears,
     ):
         time.sleep(WARM_UP_S)
+        before = relayed.cpu_us
         source.send(1)
         assert ears.poll(DEADLINE_MS), "no answer"
         (heard,) = ears.recv()
+        spent_us = relayed.cpu_us - before
     assert len(heard) == MANY, f"{len(heard)} of {MANY} came through"
-    return MANY / ((max(heard.values()) - min(heard)) / 1e9)
+    return MANY / ((max(heard.values()) - min(heard)) / 1e9), spent_us / MANY
 
 
 def direct_rate() -> float:
@@ -194,6 +212,25 @@ def bytes_per_block(blocks: int) -> float:
     return used / sum(source.resident().values())
 
 
+def longest_stall_ms() -> float:
+    """CPU time of the longest step of one that goes, comes back and is cleared."""
+    random, source, longest = Random(3), StreamSource(), 0.0
+    for _ in range(RESIDENT * 3 // 8):
+        source.apply([store(random.getrandbits(64), random, 8)])
+    starts: list[Callable[[], object]] = [source.hide, source.show, lambda: source.apply([AllBlocksCleared()])]
+    for start in starts:
+        longest = max(longest, spent_ms(start))
+        while source.settling:
+            longest = max(longest, spent_ms(source.step))
+    return longest
+
+
+def spent_ms(step: Callable[[], object]) -> float:
+    before = time.thread_time()
+    step()
+    return (time.thread_time() - before) * 1e3
+
+
 def main() -> None:
     added = [delays_ms(SECONDS) for _ in range(RUNS)]
     p99 = [quantiles(late, n=100)[98] for late, _ in added]
@@ -203,10 +240,11 @@ def main() -> None:
     more = {"p50_ms": Spread.of(p50).median, "direct_p99_ms": Spread.of(direct).median}
     report("relay_delay", Spread.of(p99), "ms p99 added", TARGET_MS, batches_per_s=RATE_HZ, **more)
     rates = [(relayed_rate(), direct_rate()) for _ in range(RUNS)]
-    note(f"relayed {Spread.of([a for a, _ in rates])}, direct {Spread.of([b for _, b in rates])} batches/s")
+    ours, cpu_us = Spread.of([rate for (rate, _), _ in rates]), Spread.of([spent for (_, spent), _ in rates])
+    note(f"relayed {ours}, direct {Spread.of([b for _, b in rates])} batches/s; {cpu_us} us of CPU a batch")
     report(
-        "relay_rate", Spread.of([ours / theirs for ours, theirs in rates]), "of a direct subscription's rate",
-        TARGET_RATIO, rate=True, batches_per_s=Spread.of([ours for ours, _ in rates]).median,
+        "relay_rate", Spread.of([rate / direct for (rate, _), direct in rates]), "of a direct subscription's rate",
+        TARGET_RATIO, rate=True, batches_per_s=ours.median, cpu_us=cpu_us.median,
     )  # fmt: skip
     sizes = {blocks: bytes_per_block(blocks) for blocks in (8, 1, 32)}
     report(
@@ -217,6 +255,7 @@ def main() -> None:
         one_by_one=sizes[1],
         in_runs_of_32=sizes[32],
     )
+    report("relay_stall", Spread.of([longest_stall_ms()]), f"ms CPU, {3 * RESIDENT} blocks", TARGET_STALL_MS)
 
 
 if __name__ == "__main__":

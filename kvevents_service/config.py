@@ -184,13 +184,16 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self._check_nats()
         self.ranked_sources()
 
-    def ranked_sources(self) -> dict[int, SourceConfig]:
-        """By rank, ranges expanded. Two of one rank would be two caches that readers take for one."""
-        found: dict[int, SourceConfig] = {}
+    def ranked_sources(self) -> dict[int, list[SourceConfig]]:
+        """By rank, ranges expanded. One stream cannot be two sources: its blocks would be counted twice."""
+        found: dict[int, list[SourceConfig]] = {}
+        places: dict[tuple[str, str, int], int] = {}
         for number, table in enumerate(self.sources):
             for rank, source in table.expanded():
-                expect(rank not in found, f"sources[{number}].dp_rank", f"another rank than {rank}, which is taken")
-                found[rank] = source
+                first = places.setdefault((source.stream, source.topic, rank), number)
+                expected = f"another stream than that of sources[{first}], which is of rank {rank} too"
+                expect(first == number, f"sources[{number}].endpoint", expected)
+                found.setdefault(rank, []).append(source)
         return found
 
     @property

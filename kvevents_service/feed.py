@@ -20,6 +20,7 @@ from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.frames import LiveFrame, parse_live, parse_replay_reply
 from kvevents_service.wire.peek import parse_snapshot, peek
 
+_OF_THE_SOURCE: Final = (Stale, Back, Refused)
 MAX_LANES: Final = 64
 STEP_S: Final = 0.25
 """The most that passes on the clock of deadlines between two polls: a consumer that was away stalls no replay."""
@@ -72,6 +73,14 @@ class Feed:
         """Messages that had come before."""
         return sum(lane.sequence.duplicates for lane in self._lanes)
 
+    @property
+    def readable(self) -> bool:
+        """Whether there may be more than was taken. Now and then `poll` without."""
+        live = self._live
+        if self._out or (live is not None and live.incoming.readable):
+            return True
+        return any(lane.request is not None and lane.request.readable for lane in self._lanes)
+
     def refresh(self) -> None:
         """Ask again for all there is, as after a loss: it may be another publisher. Needs an endpoint to ask."""
         for lane in self._lanes:
@@ -111,15 +120,16 @@ class Feed:
     def poll(self, now: float) -> None:
         """Read what there is, if there may be something and all that was read is taken."""
         live = self._live
-        if live is None or self._out or not self._due(live, now):
+        if live is None or self._out or not self._due(now):
             return
         step, self._polled_at = min(now - self._polled_at, STEP_S), now
         idle = True
         for frames in live.incoming.drain(TURN):
-            self._heard(now)
+            if idle:
+                self._heard(now)
+                idle = False
             self._record(frames, False)
             self._on_live(frames)
-            idle = False
         for lane in tuple(self._lanes):
             self._take(lane, lane.passed(step, idle))
             self._poll_request(lane, step)
@@ -132,12 +142,10 @@ class Feed:
         if not self._out:
             return None
         head = self._out.popleft()
-        return head if isinstance(head, Stale | Back | Refused) else self._item(*head)
+        return head if isinstance(head, _OF_THE_SOURCE) else self._item(*head)
 
-    def _due(self, live: Subscription, now: float) -> bool:
-        if live.incoming.readable or now - self._polled_at >= RECHECK_S:
-            return True
-        return any(lane.request is not None and lane.request.readable for lane in self._lanes)
+    def _due(self, now: float) -> bool:
+        return now - self._polled_at >= RECHECK_S or self.readable
 
     def _record(self, frames: list[bytes], reply: bool) -> None:
         self._counts["bytes"] += sum(map(len, frames))
@@ -295,7 +303,8 @@ class Feed:
         try:
             batch, skipped = decode_batch(frame.payload, read_tokens=self.options.read_tokens)
         except WireError as error:
-            lane.sequence.distrust()
+            if not replayed:  # to ask again would bring the same
+                lane.sequence.distrust()
             return Undecodable(topic, frame.seq, error, lane.origin)
         return Batch(topic, frame.seq, batch, skipped, replayed, lane.origin, frame.payload)
 
@@ -303,8 +312,9 @@ class Feed:
         match item:
             case Batch():
                 self._counts["batches"] += 1
-                self._counts["replayed"] += item.replayed
-                self._counts["events_skipped"] += len(item.skipped)
+                if item.replayed or item.skipped:
+                    self._counts["replayed"] += item.replayed
+                    self._counts["events_skipped"] += len(item.skipped)
             case Gap():
                 self._counts["gaps"] += 1
                 self._counts["batches_missing"] += item.got - item.expected

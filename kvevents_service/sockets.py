@@ -60,9 +60,14 @@ class Receiver:
     def recv_nowait(self) -> list[bytes] | None:
         """One message if there is one."""
         try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
+        frames = [frame.bytes]
+        while frame.more:  # recv_multipart asks the socket instead, at the price of another frame
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frames.append(frame.bytes)
+        return frames
 
     @property
     def readable(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from kvevents_service.errors import expect
-from kvevents_service.sockets import port_above
+from kvevents_service.sockets import connectable, port_above
 
 ENGINES: Final = ("vllm", "sglang", "tensorrt-llm")
 SCHEMES: Final = ("tcp://", "ipc://")
@@ -83,6 +83,11 @@ class SourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for setting, endpoint in (("endpoint", self.endpoint), ("replay", self.replay)):
             fits = endpoint is None or port_above(endpoint, ranks[-1]) is not None
             expect(fits, setting, f"tcp://HOST:PORT, as dp_rank is a range, with PORT + {ranks[-1]} below 65536")
+
+    @property
+    def stream(self) -> str:
+        """What it is read from."""
+        return self.input or connectable(self.endpoint)
 
     @property
     def ranks(self) -> range:

@@ -65,12 +65,13 @@ class TopicFilter:
         self.refused = 0
 
     def accepts(self, topic: bytes) -> bool:
-        name = topic[:MAX_TOPIC_BYTES]
-        if name in self.seen or len(self.seen) < MAX_TOPICS:
-            self.seen[name] += 1
-        accepted = not self.wanted or topic == self.wanted
-        self.refused += not accepted
-        return accepted
+        name, seen = topic[:MAX_TOPIC_BYTES], self.seen
+        if name in seen or len(seen) < MAX_TOPICS:
+            seen[name] += 1
+        if not self.wanted or topic == self.wanted:
+            return True
+        self.refused += 1
+        return False
 
 
 class Inbox:

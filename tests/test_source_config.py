@@ -67,25 +67,37 @@ def test_what_cannot_work_is_named(settings: dict[str, object], setting: str) ->
 def test_tables_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "relay.toml"
     path.write_text(f'[[sources]]\nendpoint = "{E}"\ndp_rank = "0-1"\n[[sources]]\nendpoint = "{R}"\ndp_rank = 2\n')
-    assert {rank: one.endpoint[-4:] for rank, one in load_config(path, {}).ranked_sources().items()} == {
-        0: "5557",
-        1: "5558",
-        2: "6557",
+    ranked = load_config(path, {}).ranked_sources()
+    assert {rank: [one.endpoint[-4:] for one in of_rank] for rank, of_rank in ranked.items()} == {
+        0: ["5557"],
+        1: ["5558"],
+        2: ["6557"],
     }
+
+
+def test_one_rank_may_have_several_sources() -> None:
+    config = load_config(None, {"sources": [{"endpoint": E, "dp_rank": "0-3"}, {"endpoint": R, "dp_rank": 3}]})
+    assert [len(of_rank) for of_rank in config.ranked_sources().values()] == [1, 1, 1, 2]
+    twice = {"endpoint": E, "topic": "a"}, {"endpoint": E, "topic": "b"}
+    assert len(load_config(None, {"sources": [*twice]}).ranked_sources()[0]) == 2
 
 
 @pytest.mark.parametrize(
     ("tables", "setting"),
     [
         ([{"endpoint": E}, {"endpoint": "x"}], "sources[1].endpoint"),
-        ([{"endpoint": E}, {"endpoint": R}], "sources[1].dp_rank"),
-        ([{"endpoint": E, "dp_rank": "0-3"}, {"endpoint": R, "dp_rank": 3}], "sources[1].dp_rank"),
+        ([{"endpoint": R}, {"endpoint": E}, {"endpoint": E}], "sources[2].endpoint"),
+        ([{"endpoint": "tcp://*:5557"}, {"endpoint": "tcp://127.0.0.1:5557"}], "sources[1].endpoint"),
+        ([{"endpoint": E, "dp_rank": "0-3"}, {"endpoint": E[:-1] + "9", "dp_rank": 2}], "sources[1].endpoint"),
+        ([{"input": "f"}, {"input": "f"}], "sources[1].endpoint"),
     ],
 )
 def test_the_table_is_named(tables: list[dict[str, object]], setting: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(None, {"sources": tables})
     assert raised.value.setting == setting
+    if setting[-1] == "t" and "another" in raised.value.expected:
+        assert "sources[" in raised.value.expected
 
 
 def test_each_rank_has_outputs_of_its_own() -> None:

@@ -27,6 +27,7 @@ Arrays: TypeAlias = tuple[Any, Any]
 """The hashes and the tokens of a store, as lists or encoded."""
 
 LOCAL = "LOCAL"
+_OF_BLOCKS = (BlockStoreMeta, RemovedRun)  # a union would be made anew for each look
 MAX_BATCH_TOKENS = 1 << 20
 """About 5 MB of payload."""
 MAX_BATCH_EVENTS = 4096
@@ -61,7 +62,8 @@ def in_batches(announcements: Sequence[Announcement]) -> Iterator[tuple[Announce
 def _weight(item: Announcement) -> int:
     """Numbers that its events will hold at most, the maps around them included."""
     if isinstance(item, BlockStoreMeta):
-        return len(item.token_ids) // INT32_BYTES + item.blocks * _event_weight(item)
+        blocks = len(item.block_hashes) // item.hash_bytes
+        return len(item.token_ids) // INT32_BYTES + blocks * _event_weight(item)
     return len(item.block_hashes) * EVENT_WEIGHT if isinstance(item, RemovedRun) else 0
 
 
@@ -133,7 +135,7 @@ def _events(
     """What a dialect says of one announcement: one event, one for each block, or none. arrays: of each store in
     turn, if they are made already."""
     shape = shape_of(dialect)
-    if not isinstance(item, BlockStoreMeta | RemovedRun):
+    if not isinstance(item, _OF_BLOCKS):
         return (shape.cleared,)
     medium = _let_through(dialect, item)
     if medium is None:

@@ -36,7 +36,7 @@ class Presence:
 
     def look(self, now: float, *, connected: bool, stale: bool, asking: bool, heard: bool) -> Look:
         """asking: a reply is under way. heard: something came since the last look."""
-        back = self._note_connection(now, connected)
+        back = self._note_connection(now, connected, heard)
         self._heard |= heard and not back
         lost = self._lost_at is not None and now - self._lost_at >= self.gone_after_s
         if (stale or lost) and not self.away:
@@ -49,9 +49,10 @@ class Presence:
             return Look.SHOW
         return Look.NOTHING
 
-    def _note_connection(self, now: float, connected: bool) -> bool:
-        """Whether it was lost, and is there again."""
+    def _note_connection(self, now: float, connected: bool, heard: bool) -> bool:
+        """Whether it was lost, and is there again. One that is heard was there, if only between two looks."""
         back = connected and self._lost_at is not None
+        self._was_connected |= heard
         if connected:
             self._was_connected, self._lost_at = True, None
         elif self._was_connected and self._lost_at is None:

@@ -23,7 +23,7 @@ from collections import deque
 from typing import Final, NamedTuple, TypeAlias
 
 from kvevents_service.wire.frames import LiveFrame
-from kvevents_service.wire.peek import Snapshot, publisher_id, starts_anew
+from kvevents_service.wire.peek import Snapshot, is_plain, publisher_id, starts_anew
 
 TRIES: Final = 2
 RETIRED: Final = 16
@@ -107,12 +107,9 @@ class Sequencer:
         """Something is missing that asking for the whole state may bring: see `refresh`."""
         self.duplicates = self.held_dropped = 0
         self._can_replay = replay
-        self._next, self._since = 0, since
-        self._joining = not replay or since > 0
-        self._settled = True
+        self._next = self._asked_below = self._tries = self._held_bytes = 0
+        self._since, self._settled, self._joining = since, True, not replay or since > 0
         self._newest: tuple[int, int] | None = None  # number and hash of the newest live message
-        self._asked_below = 0
-        self._tries = 0
         self._unanswered = False  # nothing of the reply under way has come
         self._void = False  # the reply under way may tell anew what was delivered
         self._filling = False  # the reply under way told a clear: what follows may be a snapshot
@@ -121,15 +118,14 @@ class Sequencer:
         self._proposed: bytes | None = None  # whose snapshot came that is not the publisher's
         self._retired: deque[bytes] = deque(maxlen=RETIRED)
         self._held: deque[LiveFrame] = deque()
-        self._held_bytes = 0
 
     def __repr__(self) -> str:
         state = "replaying" if self.replaying else "live"
         return f"<Sequencer {state} next={self._next} held={len(self._held)}>"
 
     def stats(self) -> dict[str, int]:
-        counts = {"duplicates": self.duplicates, "held_dropped": self.held_dropped}
-        return {**counts, "held": len(self._held), "held_bytes": self._held_bytes}
+        held = {"held": len(self._held), "held_bytes": self._held_bytes}
+        return {"duplicates": self.duplicates, "held_dropped": self.held_dropped} | held
 
     @property
     def settled(self) -> bool:
@@ -142,6 +138,9 @@ class Sequencer:
 
     def live(self, frame: LiveFrame) -> list[Step]:
         """A message of the subscription, in the order they came."""
+        if self._is_next(frame):
+            self._newest, self._next = (frame.seq, hash(frame.payload)), frame.seq + 1
+            return [Deliver(frame, False)]
         if self._is_retired(frame):
             return []
         if self._is_other(frame) or self._is_restart(frame):
@@ -175,8 +174,7 @@ class Sequencer:
 
     def end(self) -> list[Step]:
         """The replay has told all it has. A hole it could not know of, because it came later, is asked for."""
-        if self._void:
-            self.distrusted = False  # it does not have the whole state
+        self.distrusted &= not self._void  # it does not have the whole state
         return self._stop(self._asked_below, broken=self._partial)
 
     def give_up(self) -> list[Step]:
@@ -213,16 +211,22 @@ class Sequencer:
 
     def refresh(self) -> list[Step]:
         """Ask for the whole state, because of a loss. It is told after a `Resync`, if the publisher has it."""
-        if self.replaying or not self._can_replay:
-            return []
-        self._void = True
-        return self._ask(0)
+        if self._can_replay and not self.replaying:
+            self._void = True
+            return self._ask(0)
+        return []
 
     def settle(self) -> None:
         """Nothing sent before the last replay's end can still be under way."""
         self._settled = not self.replaying
 
     # who sent it
+
+    def _is_next(self, frame: LiveFrame) -> bool:
+        """The usual case: the one behind the newest live one, nothing is on hold or missing."""
+        newest, seq = self._newest, frame.seq
+        behind = newest is not None and newest[0] + 1 == seq == self._next
+        return behind and not (self.replaying or self._held) and is_plain(frame.payload)
 
     def _is_retired(self, frame: LiveFrame) -> bool:
         late = bool(self._retired) and publisher_id(frame.payload) in self._retired
@@ -281,8 +285,8 @@ class Sequencer:
 
     def _stop(self, asked_below: int, broken: bool) -> list[Step]:
         self._answered()
-        steps: list[Step] = [self._gap(self._next)] if broken else []
-        return steps + self._release(asked_below)
+        gap: list[Step] = [self._gap(self._next)] if broken else []
+        return gap + self._release(asked_below)
 
     def _resync(self, frame: LiveFrame) -> list[Step]:
         while self._held and self._held[0].seq <= frame.seq:
@@ -307,8 +311,8 @@ class Sequencer:
         return steps
 
     def _is_open_hole(self, head: LiveFrame, asked_below: int) -> bool:
-        hole = head.seq > self._next and head.seq >= asked_below and not self._joining
-        return hole and self._can_replay and not starts_anew(head.payload)
+        behind = head.seq >= max(self._next + 1, asked_below) and not self._joining
+        return behind and self._can_replay and not starts_anew(head.payload)
 
     def _accept(self, frame: LiveFrame, replayed: bool) -> list[Step]:
         if frame.seq < self._next:
@@ -316,10 +320,8 @@ class Sequencer:
             return []
         hole = frame.seq > self._next and not self._joining
         steps: list[Step] = [self._hole(frame)] if hole else []
-        if self.joined_at is None:
-            self.joined_at = frame.seq
-        self._joining = False
-        self._next = frame.seq + 1
+        self.joined_at = frame.seq if self.joined_at is None else self.joined_at
+        self._joining, self._next = False, frame.seq + 1
         return [*steps, Deliver(frame, replayed)]
 
     def _hole(self, frame: LiveFrame) -> Gap | Resync:
@@ -337,12 +339,10 @@ class Sequencer:
     def _hold(self, frame: LiveFrame) -> None:
         self._held.append(frame)
         self._held_bytes += len(frame.payload)
-        while len(self._held) > 1 and self._over_limit():
+        batches, payload_bytes = self.limits
+        while len(self._held) > 1 and (len(self._held) > batches or self._held_bytes > payload_bytes):
             self._unhold()
             self.held_dropped += 1
-
-    def _over_limit(self) -> bool:
-        return len(self._held) > self.limits.batches or self._held_bytes > self.limits.payload_bytes
 
     def _unhold(self) -> LiveFrame:
         frame = self._held.popleft()

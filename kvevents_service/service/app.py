@@ -127,7 +127,7 @@ def _relay(config: ServeConfig, events: EventPlane) -> Relay:
     if sources and set(sources) != ranks:
         expected = f"{', '.join(map(str, sorted(ranks)))}, as the outputs; `kvevents relay` takes several ranks"
         raise ConfigError("sources.dp_rank", expected)
-    return relay_into(events, [*sources.values()], others=OUR_MEDIA)
+    return relay_into(events, [one for of_rank in sources.values() for one in of_rank], others=OUR_MEDIA)
 
 
 def _instruments(sidecar: Sidecar, plane: EnginePlane, watched: Watched) -> Instruments:

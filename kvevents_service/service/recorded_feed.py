@@ -50,6 +50,7 @@ class RecordedFeed:
         self._last_at = 0.0
         self._only: str | None = None
         self._topic: bytes | None = None
+        self._begun = self._more = False
         self._out: deque[Deliver | Gap | Restart | Resync | Undecodable] = deque()
         self._origin = Origin(self.source.name, b"", dp_rank)
         self._sequence = self._sequencer(replay=False)
@@ -60,6 +61,11 @@ class RecordedFeed:
     @property
     def replaying(self) -> bool:
         return self._sequence.replaying
+
+    @property
+    def readable(self) -> bool:
+        """Whether there is more than was taken, or may be."""
+        return bool(self._out) or self._more
 
     @property
     def duplicates(self) -> int:
@@ -87,12 +93,14 @@ class RecordedFeed:
 
     def poll(self, now: float) -> None:
         """Read what is due."""
+        self._more = False
         for _ in range(AT_ONCE):
             line = self._next
             if line is None or self._due_s(line) > now:
                 return
             self._take(line)
             self._advance()
+        self._more = True
 
     def take(self) -> Item | None:
         if not self._out:
@@ -134,8 +142,13 @@ class RecordedFeed:
 
     def _header(self, line: _Line) -> None:
         if line.replay and self._only is None:
-            self._sequence = self._sequencer(replay=True)
-            self._steps(self._sequence.start())
+            self._ask()
+
+    def _ask(self) -> None:
+        """What is recorded begins with a request and its reply."""
+        self._begun = True
+        self._sequence = self._sequencer(replay=True)
+        self._steps(self._sequence.start())
 
     def _due_s(self, line: _Line) -> float:
         """When, on the clock of `poll`."""
@@ -161,10 +174,14 @@ class RecordedFeed:
         sequence = self._sequence
         if len(frames) == 3:
             live = parse_live(frames)
+            self._begun = True
             self._topic = live.topic if self._topic is None else self._topic
             self._steps(sequence.live(live) if live.topic == self._topic else [])
             return
         reply = parse_replay_reply(frames)
+        if not self._begun:  # there is no header that says so
+            self._ask()
+            sequence = self._sequence
         if not sequence.replaying:
             return  # of a request that was given up
         self._steps(sequence.end() if reply is None else sequence.replayed(reply))

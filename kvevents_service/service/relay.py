@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from kvevents_service.core.cut import StateSource
 from kvevents_service.core.metadata import Announcement
+from kvevents_service.core.source_union import SourceUnion
 from kvevents_service.service.event_plane import EventPlane
 from kvevents_service.service.relayed import RelayedSource, SourceView
 from kvevents_service.sockets import RECHECK_S
@@ -32,10 +32,12 @@ class Relay:
         others: frozenset[str] = frozenset(),
     ) -> None:
         self._wake = asyncio.Event()
+        self._publish = publish
         self.relayed = [
-            RelayedSource(config, publish, wake=self._wake.set, wall_clock=wall_clock, others=others)
+            RelayedSource(config, self._tell, wake=self._wake.set, wall_clock=wall_clock, others=others)
             for config in configs
         ]
+        self._union = SourceUnion([source.state for source in self.relayed])
 
     def __repr__(self) -> str:
         return f"<Relay of {self.relayed!r}>"
@@ -52,29 +54,36 @@ class Relay:
     async def run(self) -> None:
         """Relay until cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
-            self._wake.clear()
-            busy = [source.turn(loop.time()) for source in self.relayed]
-            if any(busy):
-                await asyncio.sleep(0)
-            else:
-                await self._woken()
+        ticking = asyncio.create_task(self._tick())
+        try:
+            while True:
+                self._wake.clear()
+                busy = [source.turn(loop.time()) for source in self.relayed]
+                await (asyncio.sleep(0) if any(busy) else self._wake.wait())
+        finally:
+            ticking.cancel()
 
-    async def _woken(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(RECHECK_S):
-                await self._wake.wait()
+    async def _tick(self) -> None:
+        """Sources are looked at now and then, whatever wakes. A timeout for each wait would cost more."""
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            self._wake.set()
 
     def withdraw(self) -> None:
         """Say that everything relayed is gone, before nobody says anything any more."""
         for source in self.relayed:
             source.withdraw()
 
+    def _tell(self, source: RelayedSource, said: tuple[Announcement, ...]) -> None:
+        told = said if len(self.relayed) == 1 else self._union.told_of(source.state, said)
+        if told:
+            self._publish(told)
+
     # instruments
 
     def sources(self) -> list[StateSource]:
         """For snapshots: an engine's own tiers are faster than ours."""
-        return [source.state for source in self.relayed]
+        return [self._union] if len(self.relayed) > 1 else [source.state for source in self.relayed]
 
     def views(self) -> list[SourceView]:
         return [source.view() for source in self.relayed]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import combinations
 from pathlib import Path
@@ -49,7 +49,7 @@ class RelayReady(msgspec.Struct, frozen=True):
 
 
 class Rank(NamedTuple):
-    """One rank's source and outputs."""
+    """One rank's sources and outputs."""
 
     events: EventPlane
     relay: Relay
@@ -85,11 +85,13 @@ class RelayService:
             rank.relay.withdraw()
         await asyncio.gather(*(rank.events.flush() for rank in self.ranks))
 
-    def open(self, context: Context, config: ServeConfig, source: SourceConfig, state_dir: Path | None) -> None:
-        """Bind one rank's outputs and connect to its source."""
+    def open(
+        self, context: Context, config: ServeConfig, sources: Sequence[SourceConfig], state_dir: Path | None
+    ) -> None:
+        """Bind one rank's outputs and connect to its sources."""
         numbers = numbers_of(state_dir)
         events = bind_events(context, config, numbers)
-        relay = relay_into(events, [source])
+        relay = relay_into(events, sources)
         self.ranks.append(Rank(events, relay, numbers))
         events.renderer.recovery.sources = relay.sources
         if events.publisher.journal.next_seq:
@@ -120,8 +122,8 @@ async def started_relay(config: ServeConfig) -> AsyncIterator[RelayService]:
     context: Context = zmq.Context()
     service = RelayService()
     try:
-        for rank, (settings, source) in by_rank(config).items():
-            service.open(context, settings, source, _state_dir(config, rank))
+        for rank, (settings, sources) in by_rank(config).items():
+            service.open(context, settings, sources, _state_dir(config, rank))
         service.watch(config)
         yield service
     finally:
@@ -144,25 +146,28 @@ def _admin(config: ServeConfig, instruments: Instruments, probe: Probe) -> Admin
     return opened(config, instruments, probe)
 
 
-def by_rank(config: ServeConfig) -> dict[int, tuple[ServeConfig, SourceConfig]]:
-    """Each rank's settings and source. ConfigError for ports that two ranks would share."""
+def by_rank(config: ServeConfig) -> dict[int, tuple[ServeConfig, list[SourceConfig]]]:
+    """Each rank's settings and sources. ConfigError for ports that two ranks would share."""
     sources = config.ranked_sources()
     if not sources:
         raise ConfigError("sources", "at least one: --from, or a table of [[sources]]")
     first = min(sources)
     outputs = {rank: tuple(_of_rank(one, rank, rank - first) for one in config.event_outputs) for rank in sources}
     _check_ports([output for of_rank in outputs.values() for output in of_rank])
-    ranks = {rank: (_with_outputs(config, outputs[rank], rank, source), source) for rank, source in sources.items()}
+    ranks = {
+        rank: (_with_outputs(config, outputs[rank], rank, of_rank), of_rank) for rank, of_rank in sources.items()
+    }
     _check_subjects([output.subject for settings, _ in ranks.values() for output in settings.nats_outputs])
     return ranks
 
 
 def _with_outputs(
-    config: ServeConfig, outputs: tuple[OutputConfig, ...], rank: int, source: SourceConfig
+    config: ServeConfig, outputs: tuple[OutputConfig, ...], rank: int, sources: list[SourceConfig]
 ) -> ServeConfig:
-    """A subject may name the source's model."""
+    """A subject may name the first source's model."""
+    model = next((source.model for source in sources if source.model), "")
     nats = tuple(msgspec.structs.replace(output, dp_rank=rank) for output in config.nats)
-    labels = {"model": source.model} | config.labels if source.model else config.labels
+    labels = {"model": model} | config.labels if model else config.labels
     return msgspec.structs.replace(config, outputs=outputs, nats=nats, labels=labels)
 
 

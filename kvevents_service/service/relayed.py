@@ -13,20 +13,24 @@ import msgspec
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.core.presence import Look, Presence
 from kvevents_service.core.sequence import Gap, Origin, Restart, Resync
-from kvevents_service.core.source import SourceLimits, StreamSource
+from kvevents_service.core.source import StreamSource
+from kvevents_service.core.source_holding import SourceLimits
 from kvevents_service.feed import Feed
 from kvevents_service.items import Batch, Item, Source, Undecodable
 from kvevents_service.lane import Options
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.recorded_feed import RecordedFeed
 from kvevents_service.service.recorder import Recorder
+from kvevents_service.sockets import RECHECK_S
 from kvevents_service.source_config import SourceConfig
 
 log = logging.getLogger(__name__)
 
 GONE_AFTER_S: Final = 1.0
 """A connection that is lost for less is a hiccup of the network."""
-TURN_ITEMS: Final = 16
+LOOK_S: Final = RECHECK_S / 2
+"""Whether it is there is looked at so often at most: the answer costs as much as a batch."""
+TURN_ITEMS: Final = 32
 """After so many items the other sources, the publisher and the engines get a turn."""
 
 
@@ -61,7 +65,7 @@ class RelayedSource:
     def __init__(
         self,
         config: SourceConfig,
-        publish: Callable[[tuple[Announcement, ...]], int],
+        publish: Callable[[RelayedSource, tuple[Announcement, ...]], None],
         *,
         wake: Callable[[], None],
         wall_clock: Callable[[], float],
@@ -76,11 +80,13 @@ class RelayedSource:
         self.counts = Counter(other_origin=0)
         self.lag_s: float | None = None
         self.sent_at: float | None = None
+        self._sent: float | None = None
         self._origin: Origin | None = None
         self._publish = publish
         self._wall_clock = wall_clock
         self._heard = False
         self._duplicates = 0
+        self._look_at = 0.0
 
     def __repr__(self) -> str:
         return f"<RelayedSource {self.feed!r} {self.presence!r} {self.state!r}>"
@@ -119,33 +125,42 @@ class RelayedSource:
         while items < TURN_ITEMS and (item := self.feed.take()) is not None:
             said += self._said_by(item)
             items += 1
+        if self.state.settling:
+            said += self.state.step()
         if items < TURN_ITEMS:
             said += self._at_rest(now)
+        if self._sent is not None:
+            self._note_lag(self._sent)
         if said:
-            self._publish(tuple(said))
-        return items > 0 or self.state.settling
+            self._publish(self, tuple(said))
+        return items == TURN_ITEMS or self.feed.readable or self.state.settling
+
+    def _note_lag(self, sent: float) -> None:
+        """Of the newest batch of a turn."""
+        self._sent = None
+        if isfinite(sent):
+            self.sent_at, self.lag_s = sent, max(0.0, self._wall_clock() - sent)
 
     def withdraw(self) -> None:
         """Say that everything of it is gone: nobody will follow it any more."""
         gone = self.state.hide()
-        if gone:
-            self._publish(gone)
+        while gone or self.state.settling:
+            self._publish(self, gone)
+            gone = self.state.step()
 
     # items
 
     def _said_by(self, item: Item) -> tuple[Announcement, ...]:
         match item:
             case Batch() | Gap() | Restart() | Resync() | Undecodable():
-                return self._said_of(item) if self._is_of_origin(item.source) else ()
+                return self._said_of(item) if self._is_of_origin(item) else ()
         return ()  # silence is looked at when all is taken
 
     def _said_of(self, item: Batch | Gap | Restart | Resync | Undecodable) -> tuple[Announcement, ...]:
         self._heard = True
         match item:
             case Batch():
-                sent = item.batch.ts
-                if isfinite(sent):
-                    self.sent_at, self.lag_s = sent, max(0.0, self._wall_clock() - sent)
+                self._sent = item.batch.ts
                 return self.state.apply(item.batch.events)
             case Restart() | Resync():
                 return self.state.doubt()
@@ -154,11 +169,15 @@ class RelayedSource:
         log.warning("source %s: batches are lost, what was known of it is withdrawn", self.feed.source.name)
         return self.state.lose()
 
-    def _is_of_origin(self, origin: Origin) -> bool:
-        """The first counter of our rank is the one that is relayed: two would be two caches."""
-        if self._origin is None and origin.dp_rank == self.dp_rank:
+    def _is_of_origin(self, item: Batch | Gap | Restart | Resync | Undecodable) -> bool:
+        """The first counter of our rank is the one that is relayed: two would be two caches.
+
+        Only a batch says whose it is.
+        """
+        origin, ours = item.source, item.source.dp_rank == self.dp_rank
+        if self._origin is None and ours and isinstance(item, Batch):
             self._origin = origin
-        if origin == self._origin or (self._origin is None and not origin.topic):
+        if origin == self._origin or (self._origin is None and ours):
             return True
         self.counts["other_origin"] += 1
         if is_told(self.counts["other_origin"]):
@@ -172,10 +191,16 @@ class RelayedSource:
 
     def _at_rest(self, now: float) -> tuple[Announcement, ...]:
         asking = self.feed.replaying
-        settled = () if asking else self.state.settle()
-        asking |= self.state.settling
+        settled = self.state.settle() if self.state.doubting and not asking else ()
+        if now < self._look_at:
+            return settled
+        self._look_at = now + LOOK_S
         look = self.presence.look(
-            now, connected=self.feed.connected, stale=self.feed.stale, asking=asking, heard=self._take_heard()
+            now,
+            connected=self.feed.connected,
+            stale=self.feed.stale,
+            asking=asking or self.state.settling,
+            heard=self._take_heard(),
         )
         match look:
             case Look.ASK:

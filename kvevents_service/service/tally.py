@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from kvevents_service.core.journal import PendingBatch
@@ -13,6 +15,7 @@ from kvevents_service.wire.dialects import Dialect, Groups
 
 LATEST: Final = 40
 SHORT_BYTES: Final = 4
+_KIND_OF: Final = itemgetter(0)
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 
 
@@ -51,11 +54,11 @@ class Tally:
         return f"<Tally {self.events.total()} events>"
 
     def add(self, batch: PendingBatch) -> None:
-        for item in batch.announcements:
-            kind, group, blocks, first, last = _summary(item)
-            self.events[kind] += 1
-            self.blocks[kind] += blocks
-            self._latest.append((batch.seq, batch.ts, kind, group, blocks, first, last))
+        for kind, alike in groupby(map(_summary, batch.announcements), _KIND_OF):
+            told = [*alike]
+            self.events[kind] += len(told)
+            self.blocks[kind] += sum([blocks for _, _, blocks, _, _ in told])
+            self._latest.extend([(batch.seq, batch.ts, *one) for one in told[-LATEST:]])
 
     def latest(self) -> list[Told]:
         """The last `LATEST` events, the newest last."""

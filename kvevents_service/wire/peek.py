@@ -19,8 +19,7 @@ SNAPSHOT_REQUEST: Final = (b"", b"snapshot")
 """What a DEALER sends to a snapshot endpoint; a REQ sends the second frame."""
 
 _THREE, _FOUR, _NIL, _FIXINT_END = 0x93, 0x94, 0xC0, 0x80
-_PREFIXES: Final = ((2, (0xCC, 0xD0)), (3, (0xCD, 0xD1)), (5, (0xCE, 0xD2)), (9, (0xCF, 0xD3)))
-"""How far before its last byte a longer MessagePack int has its format code."""
+_LONGEST_INT: Final = 9
 _HEAD_BYTES: Final = 256
 _CLEAR: Final = AllBlocksCleared.__name__.encode()
 _FOREIGN: Final = (ValueError, TypeError, OverflowError, RecursionError)
@@ -31,6 +30,10 @@ class Header(NamedTuple):
 
     dp_rank: int | None
     publisher_id: bytes | None = None
+
+
+_OF_ONE_BYTE: Final = {_NIL: Header(None)} | {rank: Header(rank) for rank in range(_FIXINT_END)}
+"""By the last byte of a batch."""
 
 
 class Snapshot(NamedTuple):
@@ -60,7 +63,7 @@ _map: Final = msgspec.msgpack.Decoder(_Map)
 def peek(payload: bytes) -> Header | None:
     """Rank and publisher of a batch, its events not looked into. None if it is no batch."""
     if payload[0] == _THREE and _ends_with_one_byte(payload):
-        return Header(None if payload[-1] == _NIL else payload[-1])
+        return _OF_ONE_BYTE[payload[-1]]
     decoder = _array if 0x90 <= payload[0] <= 0x9F or payload[0] in (0xDC, 0xDD) else _map
     try:
         outer = decoder.decode(payload)
@@ -72,14 +75,24 @@ def peek(payload: bytes) -> Header | None:
 def _ends_with_one_byte(payload: bytes) -> bool:
     """Whether the last element can only be nil or an int of one byte: no format code stands where a longer one's
     would."""
-    if payload[-1] >= _FIXINT_END and payload[-1] != _NIL:
+    if len(payload) < _LONGEST_INT or payload[-1] not in _OF_ONE_BYTE:
         return False
-    return not any(len(payload) > back and payload[-back] in codes for back, codes in _PREFIXES)
+    return not (
+        payload[-2] in (0xCC, 0xD0)
+        or payload[-3] in (0xCD, 0xD1)
+        or payload[-5] in (0xCE, 0xD2)
+        or payload[-9] in (0xCF, 0xD3)
+    )
+
+
+def is_plain(payload: bytes) -> bool:
+    """Whether it can only be of a publisher that says no id."""
+    return payload[0] == _THREE
 
 
 def publisher_id(payload: bytes) -> bytes | None:
     """The publisher's id, of those that say it."""
-    if payload[0] == _THREE:
+    if is_plain(payload):
         return None
     header = peek(payload)
     return None if header is None else header.publisher_id

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from peers import peer
 
 from kvevents_service.cli.relay import _OF_SOURCE, overrides
 from kvevents_service.subscriber import Source, Subscriber
+from kvevents_service.wire.events import BlockRemoved
 
 LONG_S = 30
 ANY = ["--pub", "tcp://127.0.0.1:0", "--replay", "tcp://127.0.0.1:0", "--log-level", "warning"]
@@ -51,6 +53,30 @@ async def test_a_stream_comes_through_and_is_withdrawn_at_the_end(children: list
             children[0].send_signal(signal.SIGTERM)
             await _until(subscriber, set())
         assert await asyncio.to_thread(children[0].wait, LONG_S) == 0
+
+
+async def test_one_that_is_killed_goes_on_with_the_truth(
+    children: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """On its ports, with higher numbers; what the engine did meanwhile is known too."""
+    async with peer(snapshots=False) as engine:
+        engine.send(1, stored((0, 1), 2))
+        command = ["--from", engine.endpoint, "--from-replay", engine.replay, "--state-dir", str(tmp_path)]
+        children.append(start(*command, *ANY))
+        out = (await asyncio.to_thread(ready, children[0]))["outputs"][0]
+        async with Subscriber(Source(out["pub"], out["replay"]), track=True) as subscriber:
+            await _until(subscriber, {key((0,)), key((0, 1))})
+            children[0].kill()
+            await asyncio.to_thread(children[0].wait, LONG_S)
+            engine.send(1, BlockRemoved([key((0, 1))], "GPU"), stored((0, 2)))
+            again = ["--pub", out["pub"], "--replay", out["replay"], "--log-level", "warning"]
+            children.append(start(*command, *again))
+            await asyncio.to_thread(ready, children[1])
+            await _until(subscriber, {key((0,)), key((0, 2))})
+            stats = subscriber.stats()
+            assert (stats["gaps"], stats["restarts"]) == (0, 0)
+            for fold in subscriber.state().values():
+                fold.check()
 
 
 async def _until(subscriber: Subscriber, shown: set[int]) -> None:

@@ -7,6 +7,7 @@ stored and removed by itself. Hashes come in any form, in any order within a bat
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from hashlib import sha256
 from random import Random
 
@@ -43,9 +44,10 @@ def stored(path: Path, blocks: int = 1, form: int = 1, medium: str | None = "GPU
 
 
 class EngineModel:
-    """`held`: how many copies of each block the engine has."""
+    """`held`: how many copies of each block the engine has. forms: how it writes hashes, see `in_form`."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, forms: Sequence[int] = range(3)) -> None:
+        self.forms = forms
         self.random = Random(seed)
         self.held: Counter[Path] = Counter()
 
@@ -71,7 +73,7 @@ class EngineModel:
             known = self.random.randrange(len(path))  # a copy of what is there
         names = [path[: n + 1] for n in range(known, len(path))]
         self.held.update(names)
-        form, medium = self.random.randrange(3), self.random.choice(MEDIA)
+        form, medium = self.random.choice(self.forms), self.random.choice(MEDIA)
         if self.random.random() < 0.5:
             return [stored(path, len(names), form, medium)]
         events: list[Event] = [stored(name, 1, form, medium) for name in names]
@@ -85,7 +87,7 @@ class EngineModel:
         if not gone:
             return []
         self.held.subtract(gone)
-        form = self.random.randrange(3)
+        form = self.random.choice(self.forms)
         return [BlockRemoved([in_form(path, form) for path in gone], self.random.choice(MEDIA))]
 
 

@@ -26,6 +26,12 @@ def test_a_lost_connection_is_given_a_while() -> None:
     assert look(presence, 3.0, connected=False) is Look.NOTHING
 
 
+def test_one_that_was_heard_is_gone_though_no_look_saw_its_connection() -> None:
+    presence = Presence(1.0)
+    assert look(presence, 0.0, connected=False, heard=True) is Look.NOTHING
+    assert look(presence, 1.0, connected=False) is Look.HIDE
+
+
 def test_one_that_is_back_is_asked_and_shown_when_it_has_answered() -> None:
     presence = Presence(1.0)
     look(presence, 0.0)

@@ -19,7 +19,8 @@ from kvevents_service.core.announce import to_event
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
 from kvevents_service.core.residency import Residency, Shelf, keys64
-from kvevents_service.core.source import SourceLimits, StreamSource
+from kvevents_service.core.source import StreamSource
+from kvevents_service.core.source_holding import SourceLimits
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.dialects import DIALECTS
 from kvevents_service.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
@@ -213,7 +214,7 @@ def test_orphans_are_bounded_and_the_oldest_goes() -> None:
     source = StreamSource(limits=SourceLimits(orphans=2))
     source.apply([stored(AC), stored(AB), stored(ABC)])
     assert source.stats() | {"orphans": 2, "orphans_dropped": 1} == source.stats()
-    assert said(source.apply([stored(A)])) == [plus(A), plus(AB), plus(ABC)]
+    assert said(source.apply([stored(A)])) == [plus(A), plus(AB, ABC)]
     source.check()
 
 
@@ -269,6 +270,17 @@ def test_hashes_inside_blocks_stand_alone_where_the_block_size_is_known() -> Non
     assert gone.inner
 
 
+@pytest.mark.parametrize("child_first", [False, True])
+@pytest.mark.parametrize(("parent_form", "child_form"), [(0, 1), (1, 0), (0, 2)])
+def test_a_parent_is_called_what_it_was_stored_by(parent_form: int, child_form: int, child_first: bool) -> None:
+    """Whatever part of a hash a dialect takes, it meets."""
+    events = [stored(A, form=parent_form), stored(AB, form=child_form)]
+    parent, child = StreamSource().apply(events[::-1] if child_first else events)
+    assert isinstance(parent, BlockStoreMeta)
+    assert isinstance(child, BlockStoreMeta)
+    assert child.parent_block_hash == parent.block_hashes
+
+
 # losses, restarts, silence
 
 
@@ -290,8 +302,18 @@ def test_of_a_state_told_again_only_the_difference_is_announced() -> None:
     assert source.settle() == ()
 
 
+def test_a_loss_in_the_middle_of_a_telling_takes_nothing_that_is_told_after_it() -> None:
+    source = StreamSource()
+    source.apply([stored(ABC, 3)])
+    source.doubt()
+    assert source.apply([stored(AB, 2)]) == ()
+    assert source.lose() == ()
+    assert source.apply([stored(A)]) == ()
+    assert said(source.settle()) == [minus(ABC, AB)]
+
+
 def test_what_was_not_told_again_goes_a_slice_at_a_time() -> None:
-    source, fold = StreamSource(), Residency()
+    source, fold = StreamSource(limits=SourceLimits(slice_blocks=256)), Residency()
     blocks = [BlockStored([name], None, [1, 2], 2, None, None, None) for name in range(1000)]
     fold.apply(map(to_event, source.apply(blocks)))
     source.doubt()
@@ -309,19 +331,20 @@ def test_what_was_not_told_again_goes_a_slice_at_a_time() -> None:
 
 @pytest.mark.parametrize("event", [CLEAR, None])
 def test_a_clear_or_another_telling_while_it_settles(event: AllBlocksCleared | None) -> None:
-    source, fold = StreamSource(), Residency()
+    source, fold = StreamSource(limits=SourceLimits(slice_blocks=256)), Residency()
     blocks = [BlockStored([name], None, [1, 2], 2, None, None, None) for name in range(1000)]
     fold.apply(map(to_event, source.apply(blocks)))
     source.doubt()
     source.apply(blocks[:1])
     fold.apply(map(to_event, source.settle()))
     assert source.settling
-    said_now = source.apply([event]) if event else source.doubt()
-    fold.apply(map(to_event, said_now))
-    assert not source.settling
+    fold.apply(map(to_event, source.apply([event]) if event else source.doubt()))
     if event is None:
         fold.apply(map(to_event, source.apply(blocks)))
+        assert source.settling, "what was not told goes on going, as far as it is not told now"
+    while source.settling or source.doubting:
         fold.apply(map(to_event, source.settle()))
+        source.check()
     fold.check()
     assert len(fold) == (0 if event else 1000)
 
@@ -354,6 +377,60 @@ def test_a_source_that_starts_anew_while_it_is_hidden() -> None:
     source.apply([stored(A)])
     assert said(source.show()) == [plus(A)]
     assert source.settle() == ()
+
+
+def test_what_is_stored_while_a_source_comes_back_comes_behind_its_parent() -> None:
+    source, fold = StreamSource(limits=SourceLimits(slice_blocks=1)), Residency()
+    fold.apply(map(to_event, source.apply([stored(A), stored((1,)), stored(AC), stored(AB)])))
+    fold.apply(map(to_event, source.hide()))
+    while source.settling:
+        fold.apply(map(to_event, source.step()))
+    assert len(fold) == 0
+    assert said(source.show()) == [plus(A)]
+    assert said(source.apply([removed((1,)), stored((0, 2, 1))])) == [], "its parent is not back, its slot was free"
+    assert said(source.apply([stored((2,))])) == [plus((2,))], "it needs nobody"
+    rest = [item for _ in range(6) for item in said(source.step())]
+    assert rest == [plus(AC), plus(AB), plus((0, 2, 1))]
+    assert not source.settling
+    source.check()
+
+
+def test_a_source_that_comes_back_while_it_goes_and_goes_while_it_comes_back() -> None:
+    source, fold = StreamSource(limits=SourceLimits(slice_blocks=2)), Residency()
+    fold.apply(map(to_event, source.apply([stored((0, 0, 0, 0, 0), 5)])))
+    for turn in (source.hide, source.show, source.hide, source.step, source.show, source.hide, source.step):
+        fold.apply(map(to_event, turn()))
+        fold.check()
+        assert len(fold) == source.resident()["GPU"]
+    while source.settling:
+        fold.apply(map(to_event, source.step()))
+    assert len(fold) == 0
+    source.check()
+
+
+def test_a_source_that_is_full_makes_room_of_what_is_about_to_go() -> None:
+    source = StreamSource(limits=SourceLimits(blocks=4, slice_blocks=1))
+    source.apply([stored((0, 0, 0, 0), 4)])
+    source.apply([CLEAR])
+    assert source.apply([stored((1, 1, 1, 1), 4)])
+    assert source.stats()["refused"] == 0
+    assert source.resident() == {"GPU": 4}
+
+
+def test_blocks_that_come_one_by_one_are_kept_and_told_in_runs() -> None:
+    """With what is said of each, and not with a neighbour's adapter, salt or group."""
+    source = StreamSource()
+    for path in (A, AB, ABC):
+        source.apply([msgspec.structs.replace(stored(path), extra_keys=[[path[-1]]], lora_name="x")])
+    source.apply([msgspec.structs.replace(stored((0, 1, 1, 2)), extra_keys=[["s"]], lora_name="y")])
+    source.apply([msgspec.structs.replace(stored((0, 1, 1, 0)), lora_name="x")])
+    whole, other, plain = source.cut().runs()
+    assert (whole.blocks, whole.extra_keys, whole.lora_name) == (3, [[0], [1], [1]], "x")
+    assert (other.blocks, other.lora_name, other.parent_block_hash) == (1, "y", whole.hash_at(2))
+    assert (plain.extra_keys, plain.lora_name) == (None, "x")
+    source.apply([removed(ABC)])
+    (first, *_) = source.cut().runs()
+    assert (first.blocks, first.extra_keys, len(first.token_ids)) == (2, [[0], [1]], 2 * BLOCK_SIZE * 4)
 
 
 # every layout there is

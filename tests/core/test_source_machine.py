@@ -17,7 +17,8 @@ from core.engine_model import DEPTH, WIDTH, EngineModel, Path, closed, key, stor
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.metadata import Announcement, Cleared
 from kvevents_service.core.residency import Residency, keys64
-from kvevents_service.core.source import SourceLimits, StreamSource
+from kvevents_service.core.source import StreamSource
+from kvevents_service.core.source_holding import SourceLimits
 from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
@@ -35,10 +36,10 @@ def paths_of(event: BlockStored | BlockRemoved) -> list[Path]:
 
 
 class SourceMachine(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 1 << 32))
-    def start(self, seed: int) -> None:
+    @initialize(seed=st.integers(0, 1 << 32), slice_blocks=st.sampled_from((1, 2, 5, 512)))
+    def start(self, seed: int, slice_blocks: int) -> None:
         self.engine = EngineModel(seed)
-        self.source = StreamSource(limits=SourceLimits(orphans=10_000))
+        self.source = StreamSource(limits=SourceLimits(orphans=10_000, slice_blocks=slice_blocks))
         self.fold = Residency()
         self.told: Counter[Path] = Counter()
         """What the source was told of and holds, as an engine counts."""
@@ -96,7 +97,8 @@ class SourceMachine(RuleBasedStateMachine):
     @rule()
     def tell_again(self) -> None:
         """The whole state, as one that has snapshots tells it: nothing may be missing meanwhile."""
-        shown = closed(self.told) if not self.source.hidden else set()
+        turning = self.source.holding.turning is not None
+        shown = set() if self.source.hidden or turning else closed(self.told)
         self.say(self.source.doubt())
         self.engine.held = Counter({path: 1 for path, copies in self.engine.held.items() if copies})
         self.told.clear()
@@ -108,8 +110,24 @@ class SourceMachine(RuleBasedStateMachine):
 
     def settle(self) -> None:
         self.say(self.source.settle())
-        while self.source.settling:
-            self.say(self.source.settle())
+
+    @rule(steps=st.integers(1, 100))
+    def step(self, steps: int) -> None:
+        """What goes or comes back goes on doing so."""
+        for _ in range(steps):
+            self.say(self.source.step())
+
+    @rule()
+    def look_away(self) -> None:
+        """A cut taken now is read later, while runs grow and slots are used again."""
+        if self.source.settling:
+            return
+        cut, before = self.source.cut(), self.fold.hashes("GPU", 0)
+        self.run(4)
+        state = Residency()
+        state.apply(map(to_event, cut.runs()))
+        state.check()
+        assert state.hashes("GPU", 0) == before
 
     @rule()
     def hide(self) -> None:
@@ -121,16 +139,25 @@ class SourceMachine(RuleBasedStateMachine):
 
     @invariant()
     def announced_is_what_is_held(self) -> None:
+        """And at once what is said, whatever is still going or coming back."""
         self.source.check()
         self.fold.check()
-        expected = set() if self.source.hidden else closed(self.told)
-        assert self.fold.hashes("GPU", 0) == expected
-        assert expected <= {key(path) for path, copies in self.engine.held.items() if copies}
+        announced = self.fold.hashes("GPU", 0)
         state = Residency()
         state.apply(map(to_event, self.source.cut().runs()))
         state.check()
-        assert state.hashes("GPU", 0) == expected
-        assert sum(self.source.resident().values()) == len(expected)
+        assert state.hashes("GPU", 0) == announced
+        assert sum(self.source.resident().values()) == len(announced)
+        if not self.source.settling:
+            assert announced == (set() if self.source.hidden else closed(self.told))
+            assert announced <= {key(path) for path, copies in self.engine.held.items() if copies}
+
+    def teardown(self) -> None:
+        """It comes to an end, and then all is as it was told."""
+        if hasattr(self, "source"):
+            while self.source.settling:
+                self.say(self.source.step())
+            self.announced_is_what_is_held()
 
 
 SourceMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

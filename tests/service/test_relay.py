@@ -278,6 +278,30 @@ async def test_two_ranks_each_have_a_journal() -> None:
                 task.cancel()
 
 
+async def test_two_sources_of_one_rank_are_told_as_one() -> None:
+    """As an engine and a connector with a stream of its own: a block goes with the last that has it."""
+    async with engine() as first, engine() as second:
+        config = ServeConfig(pub=ANY, replay=ANY, sources=(source_of(first), source_of(second)), retained_batches=2)
+        async with started_relay(config) as service, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(part) for part in service.parts()]
+            async with reader(service) as subscriber:
+                known = Running(service, subscriber)
+                first.send(1, stored(AB, 2))
+                await known.shows(A, AB)
+                second.send(1, stored(AB, 2), stored(AC))
+                await known.shows(A, AB, AC)
+                first.send(1, AllBlocksCleared(), stored(A))
+                await known.until(lambda: known.view.counts["cleared"] == 1)
+                await known.shows(A, AB, AC)
+                async with reader(service) as late:
+                    await known._replace(subscriber=late).shows(A, AB, AC)
+                second.xpub.close()
+                second.router.close()
+                await known.shows(A)
+            for task in tasks:
+                task.cancel()
+
+
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [

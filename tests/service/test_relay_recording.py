@@ -1,5 +1,6 @@
 """A recorded source, played again: the same state in the end, in its own time or faster."""
 
+import asyncio
 import errno
 import io
 import json
@@ -70,6 +71,27 @@ async def test_a_recording_of_vectors_is_read(tmp_path: Path) -> None:
     vectors = Path(__file__).parents[2] / "proto" / "vectors" / "vllm-0.33-gpu-int-hash.jsonl"
     async with relayed(SourceConfig(input=str(vectors))) as relay:
         await relay.until(lambda: relay.view.counts["stored"] > 0)
+
+
+async def test_a_recording_without_times_comes_at_once(tmp_path: Path) -> None:
+    """Not so many a look, also where most of it is another topic's: 3,000 lines would take seconds then."""
+    path = tmp_path / "stream.jsonl"
+    async with engine() as peer:
+        frames = [peer.model.publish(stored(A) if seq % 2 else AllBlocksCleared()) for seq in range(3000)]
+    topics = [b"kv" if seq % 10 < 2 else b"other" for seq in range(3000)]
+    lines = [
+        [topic.hex(), one.seq.to_bytes(8, "big").hex(), one.payload.hex()]
+        for topic, one in zip(topics, frames, strict=True)
+    ]
+    path.write_text("\n".join(json.dumps({"frames": line}) for line in lines))
+    async with relayed(SourceConfig(input=str(path))) as relay:
+        feed = relay.service.ranks[0].relay.relayed[0].feed
+        turns = 0
+        while not feed.ended or feed.readable:  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns < 3000, "each turn of the loop has a turn of the relay"
+        await relay.shows(A)
 
 
 async def test_lines_that_are_no_recording_are_counted(tmp_path: Path) -> None:
