@@ -139,7 +139,7 @@ class StreamSource:
 
     def cut(self) -> PoolCut:
         """What is announced now."""
-        return PoolCut([], [], {}, b"", [], array("i")) if self.hidden else self.table.cut()
+        return PoolCut([], {}, b"", [], array("i"), array("i")) if self.hidden else self.table.cut()
 
     def _said(self) -> tuple[Announcement, ...]:
         said, self._out = tuple(self._out), []

@@ -239,8 +239,11 @@ class SourceTable:
 
     def cut(self) -> PoolCut:
         """What is shown, frozen: copies of columns, no loop over blocks."""
-        groups = [list(shelf.shown.values()) for shelf in self.shelves.values()]
-        return PoolCut(groups, [[] for _ in groups], {}, bytes(self.state), self.metas[:], self.position[:])
+        first = [
+            (len(shelf.shown), next(iter(shelf.shown.values()))) for shelf in self.shelves.values() if shelf.shown
+        ]
+        counts = [(blocks, self.meta(slot).group.block_size) for blocks, slot in first]
+        return PoolCut(counts, {}, bytes(self.state), self.metas[:], self.position[:], self.parent[:])
 
     def check(self) -> None:
         """Assert every internal invariant; for tests, O(slots)."""
