@@ -31,7 +31,7 @@ from kvevents_service.core.commands import Copy, Publish
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.service.cursor import SHARED_BYTES
 from kvevents_service.service.event_plane import ANSWER_HIGH_WATER_MARK, EventPlane, bind_events
-from kvevents_service.wire.frames import REPLAY_END, parse_replay_reply, replay_reply, replay_request
+from kvevents_service.wire.frames import REPLAY_END, Payload, parse_replay_reply, replay_reply, replay_request
 
 RUNS = 5
 TARGET_RATIO = 0.5
@@ -152,19 +152,19 @@ class Meter:
         return cost
 
 
-def messages_of(plane: EventPlane) -> list[list[bytes]]:
+def messages_of(plane: EventPlane) -> list[list[Payload]]:
     """The reply to a request for number 0, once its snapshot is rendered."""
     reply = plane.renderer.recovery.answer(0, 0)
     assert reply is not None
     made = []
-    while isinstance(payload := reply.payload(), bytes):
+    while isinstance(payload := reply.payload(), Payload):
         made.append(replay_reply(b"", reply.seq, payload))
         reply.advance()
     reply.close()
     return made
 
 
-async def raw(joiner: Joiner, messages: list[list[bytes]]) -> Heard:
+async def raw(joiner: Joiner, messages: list[list[Payload]]) -> Heard:
     """The same messages from a socket of the same kind, as fast as it takes them."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -7,24 +7,19 @@ every dialect, and a batch of which a dialect lets nothing through is an empty o
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from kvevents_service.core.groups import WINDOW_KINDS
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
-from kvevents_service.core.rows import head_of, rows_of
 from kvevents_service.wire.codec import encode_own
 from kvevents_service.wire.dialects import VLLM, Dialect, Groups
-from kvevents_service.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from kvevents_service.wire.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event, EventBatch
 from kvevents_service.wire.extra_keys import plain_extra_keys
 from kvevents_service.wire.hashes import hash_in, hashes_in
 from kvevents_service.wire.packing import INT32_BYTES, int32_list
 from kvevents_service.wire.shapes import shape_of
-from kvevents_service.wire.wide import wide_hashes, wide_tokens
-
-Arrays: TypeAlias = tuple[Any, Any]
-"""The hashes and the tokens of a store, as lists or encoded."""
 
 LOCAL = "LOCAL"
 _OF_BLOCKS = (BlockStoreMeta, RemovedRun)  # a union would be made anew for each look
@@ -91,18 +86,12 @@ def encode(
     ts: float,
     dp_rank: int,
     publisher_id: bytes | None = None,
-    *,
-    wide: bool = False,
 ) -> bytes:
     """The payload of one batch in a dialect. The publisher id goes only into dialects that have a place for it.
 
-    wide: as a state is told: stores that continue each other as one, in the faster, longer form of `wire.wide`.
     Raises WireError if it is too big, and nothing else for announcements made of messages that engines sent.
     """
-    if wide and not dialect.one_hash:
-        events = _wide_events(dialect, announcements)
-    else:
-        events = [event for item in announcements for event in _events(dialect, item)]
+    events = [event for item in announcements for event in events_of(dialect, item)]
     sender = publisher_id if dialect.publisher_id else None
     return encode_own(EventBatch(ts, events, dp_rank, sender))  # type: ignore[arg-type]
 
@@ -121,7 +110,7 @@ def to_event(announcement: Announcement) -> Event:
 
 def stored_event(meta: BlockStoreMeta) -> BlockStored:
     """The announcement of a run, in vLLM 0.33's terms: one event, many hashes."""
-    return BlockStored(*_stored_values(VLLM, meta, meta.medium, *_lists(VLLM, meta)))
+    return BlockStored(*stored_values(VLLM, meta, meta.medium, *_lists(VLLM, meta)))
 
 
 def removed_event(run: RemovedRun) -> BlockRemoved:
@@ -129,64 +118,35 @@ def removed_event(run: RemovedRun) -> BlockRemoved:
     return BlockRemoved(*_removed_values(VLLM, run, run.medium))
 
 
-def _events(
-    dialect: Dialect, item: Announcement, arrays: Iterator[Arrays] | None = None
-) -> Iterable[msgspec.Struct]:
-    """What a dialect says of one announcement: one event, one for each block, or none. arrays: of each store in
-    turn, if they are made already."""
+def events_of(dialect: Dialect, item: Announcement) -> Iterable[msgspec.Struct]:
+    """What a dialect says of one announcement: one event, one for each block, or none."""
     shape = shape_of(dialect)
     if not isinstance(item, _OF_BLOCKS):
         return (shape.cleared,)
-    medium = _let_through(dialect, item)
+    medium = let_through(dialect, item)
     if medium is None:
         return ()
     if isinstance(item, BlockStoreMeta):
-        stored = _stored_values(dialect, item, medium, *(_lists(dialect, item) if arrays is None else next(arrays)))
+        stored = stored_values(dialect, item, medium, *_lists(dialect, item))
         return map(shape.stored, _stored_one_by_one(stored)) if dialect.one_hash else (shape.stored(stored),)
     removed = _removed_values(dialect, item, medium)
     return map(shape.removed, _removed_one_by_one(removed)) if dialect.one_hash else (shape.removed(removed),)
 
 
-def _let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | None:
+def let_through(dialect: Dialect, item: BlockStoreMeta | RemovedRun) -> str | None:
     """The name of the item's medium in this dialect; None if the item is filtered out."""
     if (item.inner and not dialect.inner) or (dialect.groups is Groups.MAIN and not item.group.main):
         return None
     return dialect.medium(item.medium)
 
 
-def _lists(dialect: Dialect, meta: BlockStoreMeta) -> Arrays:
+def _lists(dialect: Dialect, meta: BlockStoreMeta) -> tuple[list[BlockHash], list[int]]:
+    """Its hashes and its tokens."""
     tokens = int32_list(meta.token_ids) if dialect.tokens else []
     return hashes_in(dialect.hashes, meta.block_hashes, meta.hash_bytes), tokens
 
 
-def _wide_events(dialect: Dialect, announcements: Sequence[Announcement]) -> list[msgspec.Struct]:
-    """As `_events` of each, but a row of runs is one event, and the arrays of all are made at once."""
-    rows = [*rows_of(announcements)]
-    stores = [row for row in map(_stores, rows) if row and _let_through(dialect, row[0])]
-    arrays = zip(_wide_hashes(dialect, stores), _wide_tokens(dialect, stores), strict=True)
-    return [event for row in rows for event in _events(dialect, head_of(row), arrays)]
-
-
-def _wide_tokens(dialect: Dialect, rows: list[list[BlockStoreMeta]]) -> Sequence[object]:
-    return wide_tokens([[run.token_ids for run in row] for row in rows]) if dialect.tokens else [()] * len(rows)
-
-
-def _stores(row: list[Announcement]) -> list[BlockStoreMeta]:
-    return [item for item in row if isinstance(item, BlockStoreMeta)]
-
-
-def _wide_hashes(dialect: Dialect, rows: list[list[BlockStoreMeta]]) -> Sequence[object]:
-    packed, sizes = [[run.block_hashes for run in row] for row in rows], {row[0].hash_bytes for row in rows}
-    made = wide_hashes(dialect.hashes, packed, sizes.pop()) if len(sizes) == 1 else None
-    if made is not None:
-        return made
-    joined = map(b"".join, packed)
-    return [hashes_in(dialect.hashes, hashes, row[0].hash_bytes) for hashes, row in zip(joined, rows, strict=True)]
-
-
-def _stored_values(
-    dialect: Dialect, meta: BlockStoreMeta, medium: str, hashes: Any, tokens: Any
-) -> tuple[Any, ...]:
+def stored_values(dialect: Dialect, meta: BlockStoreMeta, medium: str, hashes: Any, tokens: Any) -> tuple[Any, ...]:
     """A value for each of STORED_KEYS."""
     parent, group = meta.parent_block_hash, meta.group
     return (

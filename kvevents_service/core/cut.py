@@ -7,25 +7,23 @@ source goes on.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 from kvevents_service.core.metadata import BlockStoreMeta
+from kvevents_service.core.rows import Row, are_alike
 from kvevents_service.core.slots import READY
-
-_LONGEST: Final = 1 << 12
-_COUNTING: Final = array("i", range(_LONGEST))
-_ALL_READY: Final = bytes((READY,)) * _LONGEST
-"""What the columns of a run look like; a longer run is looked at slot by slot."""
+from kvevents_service.core.stretches import Stretches
 
 
 class Cut(Protocol):
     """A frozen resident set."""
 
     def sizes(self) -> list[tuple[int, int]]:
-        """(blocks, tokens in a block) of each part, at least what `runs` will give."""
+        """(blocks, tokens in a block) of each part, at least what `rows` will give."""
 
-    def runs(self) -> Iterator[BlockStoreMeta]:
+    def rows(self) -> Iterator[Row]:
         """Everything resident, each block once, parents before children."""
 
 
@@ -37,67 +35,66 @@ class StateSource(Protocol):
 
 
 class PoolCut(NamedTuple):
-    """The columns of a pool: the slots of each group in the order they were indexed, and what is in a slot.
+    """The columns of a pool, and what `sizes` says. more: the inner names of blocks that have others, by slot."""
 
-    inner: likewise, the slots of each inner name. more: the inner names of blocks that are full.
-    """
-
-    groups: list[list[int]]
-    inner: list[list[int]]
+    counts: list[tuple[int, int]]
     more: dict[int, list[BlockStoreMeta]]
     state: bytes
     metas: list[BlockStoreMeta | None]
     positions: array[int]
+    parents: array[int]
 
     def sizes(self) -> list[tuple[int, int]]:
-        first = [(len(slots), self.metas[slots[0]]) for slots in (*self.groups, *self.inner) if slots]
-        return [(blocks, meta.group.block_size) for blocks, meta in first if meta is not None]
+        return self.counts
 
     def runs(self) -> Iterator[BlockStoreMeta]:
-        for slots, inner in zip(self.groups, self.inner, strict=True):
-            yield from self._runs_of(slots)
-            yield from self._names_of(dict.fromkeys(inner))
+        """The runs of `rows`."""
+        return (run for row in self.rows() for run in row.runs)
 
-    def _names_of(self, slots: Iterable[int]) -> Iterator[BlockStoreMeta]:
-        """What ends inside a block: behind all whole blocks, which are its parents."""
-        for slot in slots:
-            meta = self.metas[slot]
-            if self.state[slot] == READY and meta is not None:
+    def rows(self) -> Iterator[Row]:
+        """Chain by chain as far as they are not told yet. What ends inside a block: behind all whole blocks."""
+        inner: list[Row] = []
+        stretches = Stretches.of(self.state, self.positions, self.parents)
+        for start, stop in stretches.parents_first(self.parents):
+            row = self._whole(stretches, start, stop)
+            if row is not None:
+                yield row
+            else:
+                yield from self._pieces([*stretches.runs(start, stop), stop], inner)
+        yield from inner
+        for slot, names in self.more.items():
+            if self.state[slot] == READY:
+                yield from map(Row.of, names)
+
+    def _whole(self, stretches: Stretches, start: int, stop: int) -> Row | None:
+        """The usual case, seen at once: snapshots that are alike, each there from its first block to its last."""
+        runs, at = [], start
+        while at < stop and stretches.is_linked(start, stop):
+            meta, first = self.metas[at], at
+            if meta is None or self.positions[at]:
+                return None
+            at += len(meta.block_hashes) // meta.hash_bytes
+            if not stretches.is_run(first, at):
+                return None
+            runs.append(meta)
+        return Row(runs, stop - start) if at == stop and are_alike(runs) else None
+
+    def _pieces(self, bounds: list[int], inner: list[Row]) -> Iterator[Row]:
+        """What is there of each snapshot, looked at slot by slot; inner names are added to `inner`."""
+        for start, stop in pairwise(bounds):
+            while start < stop:
+                end = self._end(start, stop)
+                meta, first = self.metas[start], self.positions[start]
+                assert meta is not None, "what is READY has its snapshot"
+                row = Row([meta.part(first, first + end - start)], end - start)
                 if meta.inner:
-                    yield meta
-                yield from self.more.get(slot, ())
+                    inner.append(row)
+                else:
+                    yield row
+                start = end
 
-    def _runs_of(self, slots: list[int]) -> Iterator[BlockStoreMeta]:
-        """Neighbours of one snapshot become one run. A child is always indexed after its parent."""
-        at = 0
-        while at < len(slots):
-            meta, start = self.metas[slots[at]], self.positions[slots[at]]
-            length = 1
-            if meta is not None:
-                rest = meta.blocks - start
-                whole = self._is_whole(slots[at : at + rest], meta, start, rest)
-                length = rest if whole else self._length(slots[at : at + rest], meta, start)
-                if whole and start == 0:
-                    yield meta
-                elif whole or self.state[slots[at]] == READY:
-                    yield meta.part(start, start + length)
-            at += length
-
-    def _length(self, slots: list[int], meta: BlockStoreMeta, start: int) -> int:
-        """How many of these are alike: all READY or none, consecutive blocks of the snapshot. At least 1."""
-        state = self.state[slots[0]]
-        for length, slot in enumerate(slots):
-            alike = self.metas[slot] is meta and self.positions[slot] == start + length
-            if not alike or self.state[slot] != state:
-                return length
-        return len(slots)
-
-    def _is_whole(self, slots: list[int], meta: BlockStoreMeta, start: int, count: int) -> bool:
-        """The usual case, seen at the speed of comparing columns: the run lies in slots that follow each other."""
-        span = slice(slots[0], slots[0] + count)
-        return (
-            self.metas[span].count(meta) == count
-            and self.state[span] == _ALL_READY[:count]
-            and self.positions[span] == _COUNTING[start : start + count]
-            and slots == list(range(span.start, span.stop))
-        )
+    def _end(self, start: int, stop: int) -> int:
+        """Where what is of one snapshot ends in a run of slots."""
+        meta, metas = self.metas[start], self.metas[start:stop]
+        others = (start + place for place, other in enumerate(metas) if other is not meta)
+        return stop if metas.count(meta) == stop - start else next(others)

@@ -18,13 +18,14 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
+from kvevents_service.wire.frames import Payload
 
 
 class Told(NamedTuple):
     """The events of these payloads, in order, for the readers of one encoding; the others are told nothing."""
 
     encoding: int
-    payloads: tuple[bytes, ...]
+    payloads: tuple[Payload, ...]
 
 
 class PendingBatch(NamedTuple):

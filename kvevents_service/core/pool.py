@@ -246,10 +246,12 @@ class BlockPool(LeavingTable):
 
     def cut(self) -> PoolCut:
         """What can be loaded now, frozen: copies of columns, no loop over blocks."""
-        groups = [list(index.values()) for index in self.index]
-        inner = [list(index.values()) for index in self.inner]
+        first = [
+            (len(index), self._meta[next(iter(index.values()))]) for index in (*self.index, *self.inner) if index
+        ]
+        counts = [(blocks, meta.group.block_size) for blocks, meta in first if meta is not None]
         more = self._more_names.copy()
-        return PoolCut(groups, inner, more, bytes(self._state), self._meta[:], self._position[:])
+        return PoolCut(counts, more, bytes(self._state), self._meta[:], self._position[:], self._parent[:])
 
     def check(self) -> None:
         """Assert every internal invariant; for tests and doctors, O(capacity)."""

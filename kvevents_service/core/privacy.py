@@ -5,7 +5,7 @@ Both are applied where a batch is encoded, so live batches, replays and snapshot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
+from kvevents_service.core.rows import Row
 from kvevents_service.wire.dialects import Dialect
 
 MIN_SALT_BYTES: Final = 16
@@ -38,6 +39,12 @@ class Privacy(NamedTuple):
             return announcements
         return [_renamed(item, self.hash_key) for item in announcements]
 
+    def row(self, row: Row) -> Row:
+        """Likewise."""
+        if self.hash_key is None:
+            return row
+        return Row([_renamed_run(run, self.hash_key) for run in row.runs], row.blocks)
+
 
 def key_of(salt: bytes) -> bytes:
     """The key that a salt of any length stands for."""
@@ -58,15 +65,13 @@ def mapped(digest: bytes, key: bytes) -> bytes:
 def _renamed(item: Announcement, key: bytes) -> Announcement:
     if isinstance(item, RemovedRun):
         return msgspec.structs.replace(item, block_hashes=tuple(mapped(name, key) for name in item.block_hashes))
-    if isinstance(item, BlockStoreMeta):
-        parent = item.parent_block_hash
-        return msgspec.structs.replace(
-            item,
-            block_hashes=b"".join(_mapped_run(item, key)),
-            parent_block_hash=None if parent is None else mapped(parent, key),
-        )
-    return item
+    return _renamed_run(item, key) if isinstance(item, BlockStoreMeta) else item
 
 
-def _mapped_run(item: BlockStoreMeta, key: bytes) -> Iterator[bytes]:
-    return (mapped(item.hash_at(place), key) for place in range(item.blocks))
+def _renamed_run(run: BlockStoreMeta, key: bytes) -> BlockStoreMeta:
+    parent = run.parent_block_hash
+    return msgspec.structs.replace(
+        run,
+        block_hashes=b"".join(mapped(run.hash_at(place), key) for place in range(run.blocks)),
+        parent_block_hash=None if parent is None else mapped(parent, key),
+    )

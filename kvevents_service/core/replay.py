@@ -24,6 +24,7 @@ from kvevents_service.core.cut import StateSource
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.journal import Journal
 from kvevents_service.core.snapshot import MessageLimits, PartLimits, Snapshot
+from kvevents_service.wire.frames import Payload
 
 
 class ReplayLimits(NamedTuple):
@@ -80,14 +81,14 @@ class Reply:
     def __repr__(self) -> str:
         return f"<Reply at {self.seq} of {self.first}..{self.end} {self.snapshot or 'retained'}>"
 
-    def payload(self) -> bytes | Wait | None:
+    def payload(self) -> Payload | Wait | None:
         """The payload of number `seq`; None at the end. `advance` when it is sent."""
         if self.seq > self.end:
             return None
         if self.seq >= self._journal.unsent_from:  # a reader must not see a number live that it has from us
             return WAIT
         found = self._found()
-        self._next_bytes = len(found) if isinstance(found, bytes) else 0
+        self._next_bytes = len(found) if isinstance(found, Payload) else 0
         return None if self._next_bytes > self._left_bytes else found
 
     @property
@@ -106,7 +107,7 @@ class Reply:
         """From this number on it needs what is retained."""
         return self.seq if self.snapshot is None else self.snapshot.upto + 1
 
-    def _found(self) -> bytes | Wait | None:
+    def _found(self) -> Payload | Wait | None:
         snapshot = self.snapshot
         if snapshot is None or self.seq > snapshot.upto:
             return self._journal.payload(self.seq, self._encoding)
@@ -141,7 +142,7 @@ class Reply:
         """`payloads` can be had."""
         return self.rendered and self.end < self._journal.unsent_from
 
-    def payloads(self, end: int | None = None) -> list[bytes] | None:
+    def payloads(self, end: int | None = None) -> list[Payload] | None:
         """What must be folded for the state after `end`, or a later number that is sent; None if a part of it is
         no longer kept."""
         snapshot = self.snapshot

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from kvevents_service.core.announce import EVENT_WEIGHT, MAX_BATCH_EVENTS
 from kvevents_service.core.cut import Cut
 from kvevents_service.core.encoding import Encoding
-from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared
+from kvevents_service.core.press import Press
+from kvevents_service.core.rows import Row, joined
 from kvevents_service.errors import WireError
+from kvevents_service.wire.frames import Payload
 from kvevents_service.wire.splice import event_count, spliced
 
 
@@ -25,12 +27,12 @@ class MessageLimits(NamedTuple):
 
 
 class PartLimits(NamedTuple):
-    """How a state is split. weight: tokens of a part, with EVENT_WEIGHT for each block; about 1 ms and 200 KB.
+    """How a state is split. weight: tokens of a part, with EVENT_WEIGHT for each block; about half a ms and 400 KB.
 
     parts: beyond so many they get heavier instead of more, for they must fit into the numbers of one reply.
     """
 
-    weight: int = 1 << 16
+    weight: int = 1 << 17
     parts: int = 4096
 
 
@@ -53,21 +55,21 @@ def most_parts(cuts: Sequence[Cut], weight: int) -> int:
     return 1 + min(total // max(1, weight - heaviest + 1), sum(blocks for blocks, _ in sizes))
 
 
-def parts_of(cuts: Sequence[Cut], weight: int) -> Iterator[tuple[Announcement, ...]]:
-    """A clear and then every run, cut so that each part is filled before the next begins."""
-    part: list[Announcement] = [Cleared()]
+def parts_of(cuts: Sequence[Cut], weight: int) -> Iterator[list[Row]]:
+    """Everything, cut so that each part is filled before the next begins. One part at least."""
+    part: list[Row] = []
     left = weight
-    for run in (run for cut in cuts for run in cut.runs()):
-        each, start, blocks = block_weight(run.group.block_size), 0, run.blocks
-        while start < blocks:
+    for row in (row for cut in cuts for row in joined(cut.rows())):
+        each, start = block_weight(row.block_size), 0
+        while start < row.blocks:
             if left < each and left < weight:
-                yield tuple(part)
+                yield part
                 part, left = [], weight
-            stop = min(blocks, start + max(1, left // each))
-            part.append(run if stop - start == blocks else run.part(start, stop))
+            stop = min(row.blocks, start + max(1, left // each))
+            part.append(row.part(start, stop))
             left -= (stop - start) * each
             start = stop
-    yield tuple(part)
+    yield part
 
 
 class Snapshot:
@@ -83,13 +85,14 @@ class Snapshot:
         self.upto = upto
         self.encoding = encoding
         self.made_at = made_at
-        self.parts: list[bytes] = []
+        self.parts: list[Payload] = []
         self.done = self.failed = False
         self.readers = self.blocks = self.bytes = self.events = 0
         self._most_parts = most_parts(cuts, weight)
         self.empty = encoding.encode((), ts)
         self._joined: bytes | None = None
         self._ts = ts
+        self._press = Press()
         self._rest = parts_of(cuts, weight)
 
     def __repr__(self) -> str:
@@ -116,11 +119,11 @@ class Snapshot:
             self.done = True
             return
         try:
-            payload = self.encoding.encode(part, self._ts, wide=True)
+            payload = self.encoding.press(part, self._ts, self._press, clear=not self.parts)
         except WireError:
             self.done = self.failed = True
             raise
         self.parts.append(payload)
         self.bytes += len(payload)
         self.events += event_count(payload)
-        self.blocks += sum(item.blocks for item in part if isinstance(item, BlockStoreMeta))
+        self.blocks += sum(row.blocks for row in part)

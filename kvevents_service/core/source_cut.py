@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from kvevents_service.core.metadata import BlockStoreMeta
+from kvevents_service.core.rows import Row
 from kvevents_service.core.source_run import RUN_BLOCKS, Run
 
 SHOWN: Final = 3
@@ -30,6 +31,9 @@ class SourceCut(NamedTuple):
     def runs(self) -> Iterator[BlockStoreMeta]:
         for slots in self.shelves:
             yield from self._runs_on(slots)
+
+    def rows(self) -> Iterator[Row]:
+        return map(Row.of, self.runs())
 
     def _runs_on(self, slots: list[int]) -> Iterator[BlockStoreMeta]:
         at = 0

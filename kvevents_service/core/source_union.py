@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
 from kvevents_service.core.residency import key64
+from kvevents_service.core.rows import Row
 from kvevents_service.core.source import StreamSource
 from kvevents_service.core.source_cut import SourceCut
 
@@ -48,6 +49,9 @@ class UnionCut(NamedTuple):
                 keys, before = _keys(run), told.setdefault((run.medium, run.group.index), set())
                 yield from _parts(run, [key not in before for key in keys]) if place else (run,)
                 before.update(keys)
+
+    def rows(self) -> Iterator[Row]:
+        return map(Row.of, self.runs())
 
 
 def _told(item: Announcement, others: list[StreamSource]) -> Iterator[Announcement]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from kvevents_service.core.journal import Told
 from kvevents_service.core.replay import Recovery, Reply
 from kvevents_service.core.snapshot import MessageLimits
+from kvevents_service.wire.frames import Payload
 from kvevents_service.wire.splice import event_count
 
 
@@ -127,9 +128,9 @@ class Teller:
         return {"states_told_live": self.told, "states_told_live_failed": self.failed}
 
 
-def messages(payloads: Sequence[bytes], most: MessageLimits) -> Iterator[tuple[bytes, ...]]:
+def messages(payloads: Sequence[Payload], most: MessageLimits) -> Iterator[tuple[Payload, ...]]:
     """In order, as many together as are not larger than that; at least one."""
-    message: list[bytes] = []
+    message: list[Payload] = []
     size = events = 0
     for payload in payloads:
         size, events = size + len(payload), events + event_count(payload)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import zmq
 
 from kvevents_service.core.replay import Reply
 from kvevents_service.service.outputs import Output
-from kvevents_service.wire.frames import REPLAY_END, replay_reply
+from kvevents_service.wire.frames import REPLAY_END, Payload, replay_reply
 
-CHUNK_BYTES = 256 * 1024
+CHUNK_BYTES = 512 * 1024
 CHUNK = 128
 """Bytes and messages of one turn."""
 SHARED_BYTES = 16 * 1024
@@ -53,7 +54,7 @@ class Cursor:
             if payload is None:
                 self.over = self._send(REPLAY_END) or self.over
                 break
-            if not isinstance(payload, bytes) or not self._send_payload(payload):
+            if not isinstance(payload, Payload) or not self._send_payload(payload):
                 break
             self.reply.advance()
             left -= len(payload)
@@ -64,10 +65,10 @@ class Cursor:
             self._in_flight_bytes -= self._in_flight.popleft().size
         return self._in_flight_bytes < IN_FLIGHT_BYTES
 
-    def _send_payload(self, payload: bytes) -> bool:
+    def _send_payload(self, payload: Payload) -> bool:
         return self._send(replay_reply(self._output.topic, self.reply.seq, payload), len(payload))
 
-    def _send(self, frames: list[bytes], size: int = 0) -> bool:
+    def _send(self, frames: Sequence[Payload], size: int = 0) -> bool:
         """One message, now. False: no room, or the client has left, and it is `over`."""
         shared = size >= SHARED_BYTES
         try:

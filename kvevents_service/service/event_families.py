@@ -66,6 +66,8 @@ EVENTS: Final = (
     Family("counter", "output_batches", "Batches sent.", _OUTPUT, _by_output(lambda view: view.output.sent)),
     Family("counter", "output_batches_refused", "Batches the socket did not take.", _OUTPUT,
            _by_output(lambda view: view.output.refused)),
+    Family("counter", "output_sends_held", "Sends that took over 50 ms: readers came and went in masses.", _OUTPUT,
+           _by_output(lambda view: view.output.held)),
     Family("gauge", "output_subscribers", "Connections now.", _OUTPUT, _by_output(lambda view: len(view.readers))),
     Family("counter", "replay_requests", "Replays asked for.", _OUTPUT, _output_stat("replay_requests")),
     Family("counter", "replay_dropped_clients", "Replay clients given up.", _OUTPUT,

@@ -38,6 +38,8 @@ from kvevents_service.wire.dialects import DIALECTS
 MAX_REQUEST_BYTES = 1024
 ANSWER_HIGH_WATER_MARK = 512
 """Messages queued for one client; its cursor waits for room."""
+SUBSCRIPTION_BYTES = 4096
+"""Of subscriptions that wait in the kernel for each reader, about."""
 SNAPSHOT_HEARTBEAT_S = 5.0
 """Readers of a snapshot endpoint are promised a batch so often."""
 
@@ -112,6 +114,8 @@ class _Binder:
         pub = self._context.socket(zmq.PUB)
         pub.setsockopt(zmq.SNDHWM, self._config.send_high_water_mark)
         pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of a subscription: what a peer may send us
+        pub.setsockopt(zmq.RCVHWM, 1)  # a send takes in all subscriptions that are there before it goes on
+        pub.setsockopt(zmq.RCVBUF, SUBSCRIPTION_BYTES)
         keys = server_keys(config)
         endpoint = self._bind(pub, config.pub, "pub", keys)
         replay, replay_endpoint = self._router(config.replay, "replay", keys)

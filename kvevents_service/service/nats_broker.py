@@ -18,6 +18,7 @@ from kvevents_service.curve import read_file
 from kvevents_service.errors import ConfigError, not_installed
 from kvevents_service.nats_config import NatsConfig
 from kvevents_service.service.nats_queue import Waiting
+from kvevents_service.wire.frames import Payload
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -175,7 +176,7 @@ class Broker:
     def _headers_of(self, seq: int) -> dict[str, str]:
         return {**self._headers, "Nats-Msg-Id": f"{self._id}-{seq}", SEQ: str(seq)}
 
-    async def put_snapshot(self, upto: int, place: int, payloads: Sequence[bytes]) -> None:
+    async def put_snapshot(self, upto: int, place: int, payloads: Sequence[Payload]) -> None:
         """The state after batch `upto`; what came later is behind message `place` of the stream."""
         from nats.js.api import ObjectMeta
 
@@ -240,7 +241,7 @@ class _mapped:
 class SnapshotFile(io.RawIOBase):
     """Payloads as one object: each behind its length, 4 bytes, big endian. Not joined: a state may be large."""
 
-    def __init__(self, payloads: Sequence[bytes]) -> None:
+    def __init__(self, payloads: Sequence[Payload]) -> None:
         super().__init__()
         self._pieces = _pieces(payloads)
         self._left = memoryview(b"")
@@ -262,7 +263,7 @@ class SnapshotFile(io.RawIOBase):
         return filled
 
 
-def _pieces(payloads: Sequence[bytes]) -> Iterator[bytes]:
+def _pieces(payloads: Sequence[Payload]) -> Iterator[Payload]:
     for payload in payloads:
         yield len(payload).to_bytes(4, "big")
         if payload:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 
 import zmq
 
 from kvevents_service.wire.frames import live_frames
+
+HELD_S: Final = 0.05
+"""A send takes microseconds. It takes longer while ZeroMQ forgets many readers, or many subscriptions."""
 
 
 class Sink(Protocol):
@@ -34,22 +38,32 @@ class Output:
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], *, topic: str = "", encoding: int = 0, exact: bool = False
+        self,
+        socket: zmq.Socket[bytes],
+        *,
+        topic: str = "",
+        encoding: int = 0,
+        exact: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.topic = topic.encode()
         self.encoding = encoding
         self.exact = exact
-        self.sent = self.refused = 0
+        self.sent = self.refused = self.held = 0
+        """held: sends that took more than HELD_S; nothing else happened meanwhile."""
         self.socket = socket
+        self._clock = clock
 
     def __repr__(self) -> str:
         return f"<Output {self.topic!r} sent={self.sent}>"
 
     def send(self, seq: int, payloads: Sequence[bytes]) -> None:
         """Send number `seq` of the journal now or never."""
+        began = self._clock()
         try:
             self.socket.send_multipart(live_frames(self.topic, seq, payloads[self.encoding]), zmq.NOBLOCK)
         except zmq.Again:
             self.refused += 1  # the number is spent and retained: consumers see a gap and can replay it
         else:
             self.sent += 1
+        self.held += self._clock() - began > HELD_S

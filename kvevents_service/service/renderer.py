@@ -1,4 +1,4 @@
-"""Answers for late readers: a snapshot is cut when one asks, and rendered a part a turn of the loop."""
+"""Answers for late readers: a snapshot is cut when one asks, and rendered some parts a turn of the loop."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
 RETRY_S: Final = 0.01
+TURN_BYTES: Final = 512 * 1024
+"""Rendered in one turn of the loop: about a millisecond."""
 
 
 class Renderer:
@@ -83,8 +85,10 @@ class Renderer:
     def _render(self) -> None:
         snapshot = self.recovery.rendering
         assert snapshot is not None, "called while one is rendered"
+        enough = snapshot.bytes + TURN_BYTES
         try:
-            snapshot.render_next()
+            while not snapshot.done and snapshot.bytes < enough:
+                snapshot.render_next()
         except WireError as error:
             self.failed += 1
             if is_told(self.failed):

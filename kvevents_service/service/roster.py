@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvevents_service.errors import ControlError
 from kvevents_service.transfer.memory import SessionMemory
 from kvevents_service.wire.control import GroupSpec, Hello, SidecarMessage
+
+MARKS_AHEAD: Final = 1 << 16
+"""Passes that an engine may be ahead of its ranks: far more than any is, far fewer than a slip of a number."""
+MOST_MARK: Final = 1 << 53
+"""Where no rank has said how far it is."""
 
 
 class Session(Protocol):
@@ -126,6 +131,18 @@ class Roster:
 
     def _workers_of(self, engine_id: str) -> Iterator[Worker]:
         return (worker for worker in self._workers.values() if worker.engine_id == engine_id)
+
+    def most_mark(self, session: Session) -> int:
+        """The highest mark that an engine may name now: MARKS_AHEAD of the rank that is furthest.
+
+        Ranks that have just come may not have said yet how far they are; an engine that is its own rank has.
+        """
+        engine = self.engines.get(session.session_id)
+        holders = {} if engine is None else self.holders(engine)
+        reached = [holder.memory.marks.reached for holder in holders.values() if holder.memory is not None]
+        furthest = max(reached, default=-1)
+        unsaid = furthest < 0 and session.memory is None
+        return MOST_MARK if unsaid else furthest + MARKS_AHEAD
 
     def holders(self, engine: Engine) -> dict[int, Session]:
         """The sessions that hold the engine's memory now, by rank."""

@@ -210,7 +210,10 @@ class EngineSession(asyncio.Protocol):
         self._sidecar.perform(self._scheduler.load(self.session_id, load, self._sidecar.clock()))
 
     def _name_mark(self, mark: int | None) -> None:
-        """Copies from here on wait for it."""
+        """Copies from here on wait for it. ControlError for one that cannot come before they are given up."""
+        most = self._sidecar.roster.most_mark(self)
+        if mark is not None and mark > most:
+            raise ControlError("bad_mark", "mark", f"at most {most}: one that is named must be reached soon")
         if mark is not None:
             self.mark = max(mark, -1 if self.mark is None else self.mark)
 

@@ -28,6 +28,7 @@ from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.roster import Engine, Head, Roster, Session
 from kvevents_service.transfer.cuda_device import device_stats
 from kvevents_service.transfer.memory import SessionMemory
+from kvevents_service.transfer.worker import CLOSE_S
 from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Reset, Residents, Welcome
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Sidecar:
         self._watch = DiskWatch(self._of_disk)
         self._bytes_moved = 0
         self._more = asyncio.Event()
+        self._hung = False
 
     def __repr__(self) -> str:
         return f"<Sidecar {self.boot_id[:8]} {self.roster!r} {self.copies!r}>"
@@ -248,11 +250,15 @@ class Sidecar:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
         self._watch.look()
-        self._tiers.close()
+        if not self._hung:  # else something still reads or writes there
+            self._tiers.close()
 
     def _close_tier(self, tier: OpenTier) -> None:
+        until = self.clock() + CLOSE_S
         for lanes in tier.all_lanes:
-            lanes.close()
+            if not lanes.close(until):
+                self._hung = True
+                log.error("a copy hangs: it was waited for %g s, and is left alone (%r)", CLOSE_S, lanes.arena)
             self._bytes_moved += lanes.bytes_moved
 
     # instruments

@@ -9,7 +9,7 @@ numbered so far, no payload. Below -1: no snapshot now, ask again later. Source:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -20,7 +20,13 @@ from kvevents_service.core.replay import Reply
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.renderer import Renderer
 from kvevents_service.sockets import Receiver
-from kvevents_service.wire.frames import SNAPSHOT_EMPTY, SNAPSHOT_REQUEST, SNAPSHOT_UNAVAILABLE, snapshot_reply
+from kvevents_service.wire.frames import (
+    SNAPSHOT_EMPTY,
+    SNAPSHOT_REQUEST,
+    SNAPSHOT_UNAVAILABLE,
+    Payload,
+    snapshot_reply,
+)
 
 MAX_WAITING: Final = 64
 MAX_UNREAD: Final = 8
@@ -117,7 +123,7 @@ class SnapshotEndpoint:
         self.unavailable += 1
         self._send(identity, delimiter, SNAPSHOT_UNAVAILABLE, [])
 
-    def _send(self, identity: bytes, delimiter: list[bytes], seq: int, payloads: list[bytes]) -> None:
+    def _send(self, identity: bytes, delimiter: list[bytes], seq: int, payloads: Sequence[Payload]) -> None:
         frames = [identity, *delimiter, *snapshot_reply(seq, self._publisher_id, payloads)]
         with suppress(zmq.ZMQError):  # the reader has left, or does not read
             tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)

@@ -1,13 +1,21 @@
-"""Threads that copy the parts of one transfer side by side."""
+"""Threads that copy: one that does jobs in order, and several that do the parts of one transfer side by side.
+
+None keeps the process from ending: a disk or a driver that hangs never gives its thread back.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 MIN_CORES = 4
 """With fewer cores a second thread would take one from the engine."""
+T = TypeVar("T")
 
 
 def default_threads() -> int:
@@ -15,23 +23,70 @@ def default_threads() -> int:
     return 2 if len(os.sched_getaffinity(0)) >= MIN_CORES else 1
 
 
+class Hand:
+    """One thread, from its first job on."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Hand {self._thread.name} queued={self._jobs.qsize()}>"
+
+    def submit(self, job: Callable[..., T], *args: object) -> Future[T]:
+        """Do it behind those before. RuntimeError once it is closed."""
+        if self._closed:
+            raise RuntimeError("closed")
+        future: Future[T] = Future()
+        self._jobs.put((future, partial(job, *args)))
+        if self._thread.ident is None:
+            self._thread.start()
+        return future
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            future, job = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except BaseException as error:  # noqa: BLE001 - whoever waits is told; the thread goes on
+                    future.set_exception(error)
+            del item, future, job  # what a job holds must not live until the next
+
+    def close(self, wait_s: float | None = None) -> bool:
+        """Cancel what is queued and wait, so long, for the job under way. False if it has not ended: left alone."""
+        self._closed = True
+        while True:
+            try:
+                item = self._jobs.get_nowait()
+            except Empty:
+                break
+            if item is not None:
+                item[0].cancel()
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(None if wait_s is None else max(0.0, wait_s))
+        return not self._thread.is_alive()
+
+
 class Crew:
     """`threads` threads, the caller's own among them."""
 
     def __init__(self, threads: int = 1, name: str = "kvevents-crew") -> None:
         self.threads = threads
-        self._pool = ThreadPoolExecutor(threads - 1, thread_name_prefix=name) if threads > 1 else None
+        self._hands = [Hand(f"{name}-{number}") for number in range(1, threads)]
 
     def __repr__(self) -> str:
         return f"<Crew {self.threads} threads>"
 
     def perform(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Do all of them; returns or raises only when none runs any more."""
-        if self._pool is None or len(jobs) < 2:
+        if not self._hands or len(jobs) < 2:
             for job in jobs:
                 job()
             return
-        others = [self._pool.submit(job) for job in jobs[1:]]
+        others = [self._hands[place % len(self._hands)].submit(job) for place, job in enumerate(jobs[1:])]
         try:
             jobs[0]()
         finally:
@@ -41,5 +96,5 @@ class Crew:
 
     def close(self) -> None:
         """No job may be running."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for hand in self._hands:
+            hand.close()

@@ -38,9 +38,8 @@ class Lanes:
         for worker in self._workers.values():
             worker.drop(memory)
 
-    def close(self) -> None:
-        """Wait for the copies that run, and fail what is queued."""
+    def close(self, until: float | None = None) -> bool:
+        """Wait for the copies that run, and fail what is queued. As `CopyWorker.close`."""
         for task in self.tasks:
             task.cancel()
-        for worker in self._workers.values():
-            worker.close()
+        return all([worker.close(until) for worker in self._workers.values()])

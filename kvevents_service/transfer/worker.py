@@ -13,17 +13,22 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.errors import KvEventsError
 from kvevents_service.transfer.arena import Arena, BlocksLost
+from kvevents_service.transfer.crew import Hand
 from kvevents_service.transfer.memory import BlockMemory
 
 MAX_BEGUN = 4
 """Copies of a direction that a device may have before it: enough that it never waits for us."""
+
+
+CLOSE_S = 10.0
+"""A copy that takes longer than that to end hangs."""
 
 
 class CopyFailed(KvEventsError):
@@ -60,8 +65,8 @@ class CopyWorker:
         self._open: dict[TransferFuture, BlockMemory] = {}
         self._begun: set[TransferFuture] = set()
         self._room = asyncio.Semaphore(MAX_BEGUN)
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix=f"kvevents-{kind}")
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix=f"kvevents-{kind}-end")
+        self._copier = Hand(f"kvevents-{kind}")
+        self._waiter = Hand(f"kvevents-{kind}-end")
 
     def __repr__(self) -> str:
         return f"<CopyWorker {self.kind} queued={self._jobs.qsize()} moved={self.bytes_moved}>"
@@ -127,9 +132,9 @@ class CopyWorker:
             raise CopyFailed("past its deadline before its turn")
         if not memory.intact():
             raise CopyFailed("the engine's memory has shrunk below its mapping")
-        loop = asyncio.get_running_loop()
+        copied = self._copier.submit(self._in_thread, memory, meta.engine_blocks, meta.slots)
         try:
-            rest = await loop.run_in_executor(self._copier, self._in_thread, memory, meta.engine_blocks, meta.slots)
+            rest = await asyncio.wrap_future(copied)
         except Exception as error:  # the border of a copy: a worker that ended would hold every later transfer
             raise _failed(error) from error
         return None if rest is None else asyncio.wrap_future(rest)
@@ -155,13 +160,18 @@ class CopyWorker:
         else:
             future.set_exception(error)
 
-    def close(self) -> None:
-        """Wait for the copies that were begun, end the threads, and fail whatever has not ended."""
-        self._copier.shutdown(wait=True, cancel_futures=True)
-        self._waiter.shutdown(wait=True)
+    def close(self, until: float | None = None) -> bool:
+        """Wait for the copies that were begun, end the threads, and fail whatever has not ended.
+
+        until: of the clock; CLOSE_S from now. False if a copy has not ended by then: a disk or a driver hangs, and
+        both sides of that copy stay in use until the process ends, which it does not keep from ending.
+        """
+        until = self._clock() + CLOSE_S if until is None else until
+        ended = [hand.close(until - self._clock()) for hand in (self._copier, self._waiter)]
         for future in tuple(self._open):
             if not future.done():
                 future.set_exception(CopyFailed("the worker was closed"))
+        return all(ended)
 
 
 def _failed(error: BaseException) -> CopyFailed:

@@ -10,6 +10,7 @@ chained to ours.
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -34,6 +35,7 @@ _FOREIGN: Final = (ValueError, TypeError, OverflowError, RecursionError)
 """All that msgspec raises on odd input. Its DecodeError and Unicode errors are ValueErrors."""
 
 _T = TypeVar("_T")
+_Sized = TypeVar("_Sized", bound=Sized)
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(EventBatch)
 _TOKENS_AT: Final = BlockStored.__struct_fields__.index("token_ids")
@@ -96,12 +98,24 @@ def encode_batch(batch: EventBatch) -> bytes:
         payload = _encoder.encode(elements)
     except _FOREIGN:
         raise WireError(_unencodable(batch), "MessagePack values, integers in [-2^63, 2^64)") from None
-    return _bounded(payload)
+    return bounded(payload)
 
 
 def encode_own(batch: EventBatch) -> bytes:
     """`encode_batch` without type checks, for values that came off the wire. WireError if too big."""
-    return _bounded(_encoder.encode(_elements(batch)))
+    return bounded(_encoder.encode(_elements(batch)))
+
+
+def encode_value(value: object) -> bytes:
+    """A part of a batch by itself, likewise unchecked."""
+    return _encoder.encode(value)
+
+
+def bounded(payload: _Sized) -> _Sized:
+    """The payload, if it is not too big for a reader; else WireError."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise WireError("payload", f"at most {MAX_PAYLOAD_BYTES} bytes")
+    return payload
 
 
 def decode_batch(payload: bytes, *, read_tokens: bool = False) -> Decoded:
@@ -113,7 +127,7 @@ def decode_batch(payload: bytes, *, read_tokens: bool = False) -> Decoded:
     Raises WireError, and nothing else, for bytes that are no batch, for a malformed event of a known type,
     for bytes after the batch and for payloads over MAX_PAYLOAD_BYTES.
     """
-    _bounded(payload)
+    bounded(payload)
     try:
         if read_tokens or not _is_long(payload):
             return Decoded(_decoder.decode(payload), ())
@@ -121,12 +135,6 @@ def decode_batch(payload: bytes, *, read_tokens: bool = False) -> Decoded:
     except _FOREIGN:
         pass  # another layout, or a fault that the slower way can place
     return _decode_by_event(payload, read_tokens)
-
-
-def _bounded(payload: bytes) -> bytes:
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise WireError("payload", f"at most {MAX_PAYLOAD_BYTES} bytes")
-    return payload
 
 
 def _checked_elements(batch: EventBatch) -> list[object]:

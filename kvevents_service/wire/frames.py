@@ -8,7 +8,7 @@ looked into.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from kvevents_service.errors import WireError
 
@@ -24,6 +24,10 @@ SNAPSHOT_EMPTY: Final = -1
 """In place of a number: nothing was numbered so far."""
 SNAPSHOT_UNAVAILABLE: Final = -2
 PUBLISHER_ID_BYTES: Final = 16
+
+
+Payload: TypeAlias = bytes | memoryview
+"""Of a batch that is sent: a state's lie side by side in larger memory."""
 
 
 class LiveFrame(NamedTuple):
@@ -42,7 +46,7 @@ class SnapshotReply(NamedTuple):
     payloads: list[bytes]
 
 
-def live_frames(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+def live_frames(topic: bytes, seq: int, payload: Payload) -> list[Payload]:
     """The three frames a PUB socket sends. Raises WireError for a seq out of range or an empty payload."""
     if not payload:
         raise WireError("payload", "at least one byte")
@@ -77,7 +81,7 @@ def parse_replay_request(frames: Sequence[bytes]) -> int:
     return _unpack_batch_seq(body[0])
 
 
-def replay_reply(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
+def replay_reply(topic: bytes, seq: int, payload: Payload) -> list[Payload]:
     """One replayed batch as a DEALER receives it (a ROUTER puts the identity before). Raises as
     `live_frames`."""
     return [b"", *live_frames(topic, seq, payload)]
@@ -95,7 +99,7 @@ def parse_replay_reply(frames: Sequence[bytes]) -> LiveFrame | None:
     return parse_live(live)
 
 
-def snapshot_reply(seq: int, publisher_id: bytes, payloads: Sequence[bytes]) -> list[bytes]:
+def snapshot_reply(seq: int, publisher_id: bytes, payloads: Sequence[Payload]) -> list[Payload]:
     """What a REQ receives for `SNAPSHOT_REQUEST`. seq in [-2^63, 2^63)."""
     return [seq.to_bytes(SEQ_BYTES, "big", signed=True), publisher_id, *payloads]
 

@@ -1,7 +1,5 @@
 """Announcements as batches: every dialect tells exactly what it lets through, metadata whole."""
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 from doubles.stream import BLOCK, GROUPS, MAIN, MEDIA, PROMPTS, STATE, Source
@@ -285,37 +283,3 @@ def test_parts_of_a_large_removal_of_inner_hashes_are_of_inner_hashes() -> None:
     names = tuple(number.to_bytes(8, "big") for number in range(MAX_BATCH_TOKENS // EVENT_WEIGHT + 1))
     batches = list(in_batches((RemovedRun(MAIN, "GPU", names, inner=True),)))
     assert [told(DIALECTS["dynamo"], *batch) for batch in batches] == [[], []]
-
-
-@pytest.mark.parametrize("dialect", EVERY, ids=name_of)
-@given(seeds)
-@settings(max_examples=10)
-def test_the_wide_form_says_the_same(dialect: Dialect, seed: int) -> None:
-    for batch in Source(seed).batches(5):
-        wide = decode_batch(encode(dialect, batch, 1.5, 3, wide=True)).batch
-        short = decode_batch(encode(dialect, batch, 1.5, 3)).batch
-        assert block_by_block(wide.events) == block_by_block(short.events)
-        assert msgspec.structs.replace(wide, events=[]) == msgspec.structs.replace(short, events=[])
-
-
-def block_by_block(events: list[Event]) -> list[Event]:
-    """The same with an event for each stored block."""
-    parts = (singles(event) if isinstance(event, BlockStored) else [event] for event in events)
-    return [single for part in parts for single in part]
-
-
-def singles(event: BlockStored) -> Iterator[BlockStored]:
-    parents = [event.parent_block_hash, *event.block_hashes]
-    for place, (name, parent) in enumerate(zip(event.block_hashes, parents, strict=False)):
-        tokens = event.token_ids[place * event.block_size : (place + 1) * event.block_size]
-        keys = event.extra_keys and event.extra_keys[place : place + 1]
-        yield msgspec.structs.replace(
-            event, block_hashes=[name], parent_block_hash=parent, token_ids=tokens, extra_keys=keys
-        )
-
-
-def test_a_state_tells_runs_that_continue_each_other_as_one() -> None:
-    run = chain_of()
-    pieces = (Cleared(), run.part(0, 1), run.part(1, 2), run.part(2, run.blocks), Cleared(), run.part(1, 2))
-    told = decode_batch(encode(VLLM, pieces, 1.5, 0, wide=True)).batch.events
-    assert told == [AllBlocksCleared(), to_event(run), AllBlocksCleared(), to_event(run.part(1, 2))]

@@ -2,14 +2,17 @@
 
 from array import array
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from core.prompts import FULL, LATENT
+from kvevents_service.core import stretches
 from kvevents_service.core.cut import PoolCut
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.core.pool import BlockPool
-from kvevents_service.core.slots import PENDING, READY
+from kvevents_service.core.rows import joined
+from kvevents_service.core.slots import NO_SLOT, PENDING, READY
 from kvevents_service.testing import Chain, make_chain
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.packing import pack_int32
@@ -51,7 +54,7 @@ def test_a_run_that_lost_its_end_is_shorter() -> None:
     store(pool, CHAIN)
     other = make_chain(range(90, 96), 2)
     store(pool, other)  # evicts three leaves
-    (left, new) = pool.cut().runs()
+    (new, left) = pool.cut().runs()
     assert (left, new) == (meta_of(CHAIN).part(0, 7), meta_of(other))
 
 
@@ -64,7 +67,10 @@ def test_a_window_that_lost_its_middle_is_two_runs() -> None:
     pool.touch_all([slots[0], slots[2]])
     other = make_chain(range(90, 92), 2)
     pool.commit(pool.allocate(snapshot(other.offer([0]), group, "CPU", 32), list(other.hashes), None).slots)
-    assert list(pool.cut().runs())[:2] == [meta.part(0, 1), meta.part(2, 3)]
+    assert [run for run in pool.cut().runs() if run.hash_at(0) in CHAIN.hashes] == [
+        meta.part(2, 3),
+        meta.part(0, 1),
+    ]
 
 
 def test_names_inside_a_block_come_behind_it_and_leave_with_it() -> None:
@@ -85,7 +91,7 @@ def test_names_inside_a_block_come_behind_it_and_leave_with_it() -> None:
     assert sum(blocks for blocks, _ in cut.sizes()) >= 4
     pool.clear()
     assert (list(pending.runs()), list(pool.cut().runs())) == ([], [])
-    assert list(cut.runs()) == [block, inside, tail]
+    assert list(cut.runs()) == [block, tail, inside]
 
 
 def inner_meta(group: GroupSpec, units: Chain, place: int, parent: bytes | None = None) -> BlockStoreMeta:
@@ -118,7 +124,7 @@ def test_any_pool_comes_back_whole_and_parents_first(stores: list[tuple[int, int
         if known < length:
             store(pool, chain.part(known))
     runs = list(pool.cut().runs())
-    assert names(runs) == pool.ready_hashes(0)
+    assert sorted(names(runs)) == sorted(pool.ready_hashes(0))
     seen: set[bytes | None] = {None}
     for run in runs:
         assert run.parent_block_hash in seen
@@ -128,33 +134,82 @@ def test_any_pool_comes_back_whole_and_parents_first(stores: list[tuple[int, int
 METAS = [meta_of(make_chain(range(start, start + 8), 2)) for start in (0, 50)]
 
 
-def orders(slots: int) -> st.SearchStrategy[list[int]]:
-    """Some of the slots, nearly in order or not at all."""
-    return st.permutations(range(slots)) | st.sets(st.sampled_from(range(max(slots, 1))), max_size=slots).map(
-        sorted
-    )
+places = st.tuples(
+    st.sampled_from([0, 0, 0, 1]), st.integers(0, 3), st.sampled_from([READY] * 5 + [PENDING]), st.booleans()
+)
+LINKED = [(0, place, READY, True) for place in range(4)]
+LOOSE = [(0, place, READY, False) for place in range(4)]
 
 
-places = st.tuples(st.sampled_from([0, 0, 0, 1]), st.integers(0, 3), st.sampled_from([READY] * 5 + [PENDING]))
+def columns_of(drawn: list[tuple[int, int, int, bool]]) -> PoolCut:
+    """A cut of these slots. The last of each says whether the block before is its parent, where it can be."""
+    parents = array("i", [NO_SLOT] * len(drawn))
+    for slot in range(1, len(drawn)):
+        (before, place, state, _), (which, own, own_state, link) = drawn[slot - 1 : slot + 1]
+        if link and state == own_state == READY and (own == 0 or (which, own) == (before, place + 1)):
+            parents[slot] = slot - 1
+    metas = [METAS[which] for which, *_ in drawn]
+    positions = array("i", [place for _, place, *_ in drawn])
+    return PoolCut([], {}, bytes(state for *_, state, _ in drawn), [*metas], positions, parents)
 
 
-WHOLE = [(0, 0, READY), (0, 1, READY), (0, 2, READY), (0, 3, READY)]
-
-
-@given(st.lists(places, max_size=12).flatmap(lambda columns: st.tuples(st.just(columns), orders(len(columns)))))
-@example(([(0, 0, READY), (0, 1, PENDING), (0, 2, READY), (0, 3, READY)], [0, 1, 2, 3]))
-@example(([(0, 0, READY), (1, 1, READY), (0, 2, READY), (0, 3, READY)], [0, 1, 2, 3]))
-@example((WHOLE, [0, 1, 2, 3]))
-@example((WHOLE, [0, 2, 1, 3]))
-@example((WHOLE, [1, 2, 3]))
-@example((WHOLE, [0, 1]))
+@pytest.mark.parametrize("quick", [True, False])
+@given(st.lists(places, max_size=12))
+@example(LINKED)
+@example(LOOSE)
+@example([*LINKED[:2], (1, 2, READY, False), LINKED[3]])
+@example([*LOOSE[:2], (1, 2, READY, False), LOOSE[3]])
+@example([*LINKED[:3], *LINKED])
+@example([*LINKED, (1, 0, PENDING, True), *LINKED])
 def test_every_slot_is_read_for_itself_whatever_lies_beside_it(
-    drawn: tuple[list[tuple[int, int, int]], list[int]],
+    quick: bool, drawn: list[tuple[int, int, int, bool]]
 ) -> None:
-    columns, slots = drawn
-    metas = [METAS[which] for which, _, _ in columns]
-    positions = array("i", [position for _, position, _ in columns])
-    cut = PoolCut([slots], [[]], {}, bytes(state for _, _, state in columns), [*metas], positions)
-    indexed = [columns[slot] for slot in slots]
-    wanted = [METAS[which].hash_at(position) for which, position, state in indexed if state == READY]
-    assert names(list(cut.runs())) == wanted
+    with pytest.MonkeyPatch.context() as patch:
+        if not quick:
+            patch.setattr(stretches, "numpy", None)
+        told = names(list(columns_of(drawn).runs()))
+    wanted = [METAS[which].hash_at(place) for which, place, state, _ in drawn if state == READY]
+    assert sorted(told) == sorted(wanted)
+
+
+def test_runs_that_continue_each_other_in_slots_are_one_row() -> None:
+    pool = BlockPool(32, 1)
+    other = make_chain(range(90, 96), 2)
+    store(pool, CHAIN.part(0, 4))
+    store(pool, CHAIN.part(4, 7))
+    store(pool, other)
+    store(pool, CHAIN.part(7))
+    rows = list(pool.cut().rows())
+    assert [(len(row.runs), row.blocks) for row in rows] == [(2, 7), (1, 3), (1, 3)]
+    assert [(len(row.runs), row.blocks) for row in joined(rows)] == [(3, 10), (1, 3)]
+
+
+def test_a_run_that_is_cut_short_by_the_next_is_told_short() -> None:
+    whole, rest = meta_of(CHAIN), meta_of(CHAIN.part(4))
+    parents, positions = array("i", range(-1, 9)), array("i", [*range(4), *range(6)])
+    cut = PoolCut([], {}, bytes((READY,)) * 10, [*[whole] * 4, *[rest] * 6], positions, parents)
+    assert [*cut.runs()] == [whole.part(0, 4), rest]
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_many_slots_are_looked_at_in_steps(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stretches, "_STEP", 3)
+    if not quick:
+        monkeypatch.setattr(stretches, "numpy", None)
+    pool = BlockPool(32, 1)
+    for start in (0, 4, 5):
+        store(pool, CHAIN.part(start, {0: 4, 4: 5, 5: 10}[start]))
+    assert [(len(row.runs), row.blocks) for row in pool.cut().rows()] == [(3, 10)]
+
+
+def test_chains_that_grew_together_are_told_one_by_one() -> None:
+    pool = BlockPool(64, 1)
+    chains = [make_chain(range(100 * start, 100 * start + 12), 2) for start in (1, 2, 3)]
+    for step in range(3):
+        for chain in chains:
+            store(pool, chain.part(2 * step, 2 * step + 2))
+    told = [*joined(pool.cut().rows())]
+    assert sorted(row.blocks for row in told) == [6, 6, 6]
+    assert [b"".join(run.block_hashes for run in row.runs) for row in told] == [
+        chain.packed for chain in reversed(chains)
+    ]

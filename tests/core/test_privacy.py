@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun
 from kvevents_service.core.prefix_index import BlockIndex
+from kvevents_service.core.press import Press
 from kvevents_service.core.privacy import Privacy, key_of, mapped
 from kvevents_service.core.residency import Residency, key64
+from kvevents_service.core.rows import Row
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.dialects import DIALECTS, Groups
@@ -34,14 +36,26 @@ def secret_run() -> BlockStoreMeta:
 
 
 def told(encoding: Encoding, *announcements: object, wide: bool = False) -> list[Event]:
-    return decode_batch(encoding.encode(announcements, 1.5, wide=wide)).batch.events  # type: ignore[arg-type]
+    if wide:
+        return [event for item in announcements for event in decode_batch(pressed(encoding, item)).batch.events]
+    return decode_batch(encoding.encode(announcements, 1.5)).batch.events  # type: ignore[arg-type]
+
+
+def pressed(encoding: Encoding, item: object) -> bytes:
+    """As a state tells it; what no state tells as a live batch."""
+    if isinstance(item, BlockStoreMeta):
+        return bytes(encoding.press([Row.of(item)], 1.5, Press(), clear=False))
+    return encoding.encode((item,), 1.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_no_token_and_no_salt_is_in_a_redacted_payload(dialect: str, wide: bool) -> None:
-    plain = Encoding(dialect).encode([secret_run()], 1.5, wide=wide)
-    payload = Encoding(dialect, privacy=Privacy(redact_tokens=True)).encode([secret_run()], 1.5, wide=wide)
+    redacting = Encoding(dialect, privacy=Privacy(redact_tokens=True))
+    plain, payload = (
+        pressed(encoding, secret_run()) if wide else encoding.encode([secret_run()], 1.5)
+        for encoding in (Encoding(dialect), redacting)
+    )
     for token in SECRET_TOKENS:
         assert token.to_bytes(4, "big") in plain
         assert token.to_bytes(4, "big") not in payload

@@ -22,6 +22,7 @@ from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.testing import Chain, HeldCopies, ManualClock, make_chain
 from kvevents_service.wire.codec import decode_batch
 from kvevents_service.wire.control import GroupSpec, Reset, Step
+from kvevents_service.wire.frames import Payload
 
 GROUPS = (FULL, GroupSpec(1, "sliding_window", FULL.block_size, 8))
 SPEC = TierSpec("CPU", 10, 32, GROUPS, FULL.block_size)
@@ -283,7 +284,7 @@ class Desk:
             self.recovery.rendering.render_next()
         self.send()
         seqs = []
-        while isinstance(reply.payload(), bytes):
+        while isinstance(reply.payload(), Payload):
             seqs.append(reply.seq)
             reply.advance()
         assert reply.payload() is None
@@ -359,7 +360,7 @@ def test_an_exact_reply_has_the_whole_state_in_its_first_number() -> None:
         desk.recovery.rendering.render_next()
     fold = Residency()
     payload = reply.payload()
-    assert isinstance(payload, bytes)
+    assert isinstance(payload, Payload)
     fold.apply(decode_batch(payload).batch.events)
     assert len(fold) == 10
     reply.advance()
@@ -413,7 +414,7 @@ def test_what_a_reply_under_way_needs_is_kept_and_no_longer() -> None:
     retained.close()
     desk.more(1)
     assert desk.journal.whole_from == 9
-    while isinstance(late.payload(), bytes):
+    while isinstance(late.payload(), Payload):
         late.advance()
     assert late.complete
     late.close()
@@ -468,7 +469,7 @@ def test_a_number_is_not_told_before_it_was_sent_live() -> None:
     reply.advance()
     assert isinstance(reply.payload(), Wait)
     desk.send()
-    assert isinstance(reply.payload(), bytes)
+    assert isinstance(reply.payload(), Payload)
 
 
 def test_a_failed_snapshot_ends_its_replies_and_serves_nobody_else() -> None:

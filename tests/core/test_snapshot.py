@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from core.prompts import FULL
 from kvevents_service.core.announce import EVENT_WEIGHT
 from kvevents_service.core.encoding import Encoding
-from kvevents_service.core.metadata import BlockStoreMeta, Cleared, snapshot
+from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.core.residency import Residency
+from kvevents_service.core.rows import Row
 from kvevents_service.core.snapshot import MessageLimits, PartLimits, Snapshot, block_weight, most_parts, parts_of
 from kvevents_service.errors import WireError
 from kvevents_service.testing import make_chain
@@ -30,8 +31,8 @@ class FixedCut:
     def sizes(self) -> list[tuple[int, int]]:
         return [(run.blocks, run.group.block_size) for run in self._runs]
 
-    def runs(self) -> Iterator[BlockStoreMeta]:
-        return iter(self._runs)
+    def rows(self) -> Iterator[Row]:
+        return map(Row.of, self._runs)
 
 
 def run_of(blocks: int, seed: int = 0, block_size: int = FULL.block_size) -> BlockStoreMeta:
@@ -55,9 +56,8 @@ def test_a_clear_comes_first_even_if_nothing_is_resident() -> None:
 
 def test_a_run_is_split_where_a_part_is_full() -> None:
     parts = list(parts_of([FixedCut(run_of(5), run_of(2, 1))], 3 * EACH))
-    assert [[getattr(item, "blocks", 0) for item in part] for part in parts] == [[0, 3], [2, 1], [1]]
-    assert parts[0][0] == Cleared()
-    assert parts[1][0] == run_of(5).part(3, 5)
+    assert [[row.blocks for row in part] for part in parts] == [[3], [2, 1], [1]]
+    assert parts[1][0] == Row.of(run_of(5).part(3, 5))
 
 
 def test_parts_get_heavier_instead_of_too_many() -> None:
@@ -88,9 +88,7 @@ def test_no_part_is_heavier_than_one_block_allows(blocks: list[int], weight: int
     cut = FixedCut(*(run_of(count, seed) for seed, count in enumerate(blocks)))
     parts = list(parts_of([cut], weight))
     for part in parts:
-        heavy = sum(item.blocks for item in part if isinstance(item, BlockStoreMeta)) * block_weight(
-            FULL.block_size
-        )
+        heavy = sum(row.blocks for row in part) * block_weight(FULL.block_size)
         assert heavy <= max(weight, EACH)
     assert len(parts) <= most_parts([cut], weight)
 

@@ -130,7 +130,7 @@ class RouterSocket:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
         if len(request.inbox) >= self._high_water_mark:
             raise zmq.Again
-        request.inbox.append(list(frames[1:]))
+        request.inbox.append([*map(bytes, frames[1:])])
 
 
 class Subscription:

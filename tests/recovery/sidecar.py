@@ -24,7 +24,7 @@ from kvevents_service.service.renderer import Renderer
 from kvevents_service.testing import HeldCopies, ManualClock
 from kvevents_service.wire.control import GroupSpec, Reset, Step
 from kvevents_service.wire.dialects import DIALECTS
-from kvevents_service.wire.frames import REPLAY_END, SNAPSHOT_EMPTY, SNAPSHOT_UNAVAILABLE, snapshot_reply
+from kvevents_service.wire.frames import REPLAY_END, SNAPSHOT_EMPTY, SNAPSHOT_UNAVAILABLE, Payload, snapshot_reply
 from recovery.network import Network, PubSocket, Request, RouterSocket
 
 MODELS = (
@@ -145,8 +145,8 @@ class Client:
             else:
                 self._say(self._reply.end, payloads)
 
-    def _say(self, seq: int, payloads: list[bytes]) -> None:
-        self.request.inbox.append(snapshot_reply(seq, self._sidecar.publisher_id, payloads))
+    def _say(self, seq: int, payloads: list[Payload]) -> None:
+        self.request.inbox.append([*map(bytes, snapshot_reply(seq, self._sidecar.publisher_id, payloads))])
         self.over = True
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvevents_service.engine.client import OffloadClient
+from kvevents_service.service.roster import MARKS_AHEAD
 from kvevents_service.testing import make_chain
 
 CHAIN = make_chain(range(8), 4)
@@ -35,3 +36,19 @@ async def test_a_mark_is_told_again_to_a_sidecar_that_was_away(run: Callable, en
         assert mini.client.step([CHAIN.offer([1, 2])], mark=7) is not None
         (done,) = (await asyncio.to_thread(mini.wait)).steps
         assert done.stored == 2
+
+
+async def test_a_mark_that_cannot_come_is_refused_and_holds_nothing_up(run: Callable, engine: Callable) -> None:
+    async with run() as service:
+        mini = await asyncio.to_thread(engine)
+        client: OffloadClient = mini.client
+        client.mark(5)
+        for number in (5 + MARKS_AHEAD + 1, (1 << 64) - 1):
+            client.step([CHAIN.offer([3, 4])], mark=number)
+            (given_up,) = (await asyncio.to_thread(mini.wait)).steps
+            assert given_up.stored == 0
+            assert client.last_error.startswith(f"bad_mark: mark: expected at most {5 + MARKS_AHEAD}:")
+        client.step([CHAIN.offer([1, 2])], mark=5)
+        (done,) = (await asyncio.to_thread(mini.wait)).steps
+        assert done.stored == 2
+        assert service.sidecar.errors["bad_mark"] == 2

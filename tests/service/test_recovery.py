@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ class Tier:
     def __init__(self, service: Service, capacity: int) -> None:
         self.pool = BlockPool(capacity, 1)
         self.publisher = service.publisher
+        self.fresh = count(1000)
+        """Families that were never stored."""
         service.events.renderer.recovery.sources = lambda: [self.pool]
 
     def store(self, family: int, blocks: int = BLOCKS_PER_CHAIN) -> None:
@@ -104,7 +107,7 @@ async def busy(tier: Tier) -> AsyncIterator[None]:
     """Stores go on all the time."""
 
     async def store() -> None:
-        for family in range(1000, 9000):
+        for family in tier.fresh:
             tier.store(family, 2)
             await asyncio.sleep(0.001)
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvevents_service.transfer.crew import Crew
+from kvevents_service.transfer.crew import Crew, Hand
 
 DEADLINE_S = 30
 
@@ -45,3 +45,33 @@ def test_a_failure_is_told_when_no_job_runs_any_more(failing: int) -> None:
         crew.perform([fail, slow] if failing == 0 else [slow, fail])
     assert ended == ["slow"]
     crew.close()
+
+
+def test_a_hand_does_jobs_in_order_and_tells_what_became_of_each() -> None:
+    hand, done = Hand("hand"), list[int]()
+
+    def fail() -> None:
+        raise OSError("broken")
+
+    futures = [hand.submit(done.append, 1), hand.submit(fail), hand.submit(done.append, 2)]
+    assert futures[2].result(DEADLINE_S) is None
+    assert str(futures[1].exception(0)) == "broken"
+    assert done == [1, 2]
+    assert hand.close()
+    with pytest.raises(RuntimeError):
+        hand.submit(done.append, 3)
+
+
+def test_a_hand_that_hangs_is_left_alone_and_what_is_behind_it_never_begins() -> None:
+    hand, go, done = Hand("hand"), threading.Event(), list[int]()
+    hanging, behind = hand.submit(go.wait, DEADLINE_S), hand.submit(done.append, 1)
+    assert not hand.close(0.05)
+    assert behind.cancelled()
+    go.set()
+    assert hanging.result(DEADLINE_S)
+    assert hand.close(DEADLINE_S)
+    assert done == []
+
+
+def test_a_hand_that_never_had_a_job_is_closed_at_once() -> None:
+    assert Hand("hand").close()

@@ -1,9 +1,13 @@
 """Workers copy in order, carry the metadata on the future, and outlive a failing copy."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -214,3 +218,39 @@ async def test_a_worker_that_is_closed_after_a_drop_fails_nothing_twice(memory: 
     worker.close()
     with pytest.raises(CopyFailed, match="owner is gone"):
         await future
+
+
+HUNG = """
+import asyncio, os, sys
+sys.path.insert(0, "tests")
+from transfer.test_worker import CLOCK, CopyFailed, CopyWorker, HostArena, engine_memory, transfer
+
+
+class Hanging(HostArena):
+    def store(self, *_):
+        os.close(os.open(sys.argv[1], os.O_RDONLY))  # nobody ever writes to this FIFO
+
+
+async def main() -> None:
+    worker = CopyWorker("store", Hanging(8, 64), CLOCK)
+    running = asyncio.create_task(worker.run())
+    futures = [worker.submit(transfer([block], [block]), engine_memory()) for block in (1, 2)]
+    await asyncio.sleep(0.2)
+    running.cancel()
+    assert not worker.close(CLOCK() + 0.2), "it hangs"
+    for future in futures:
+        try:
+            await future
+        except CopyFailed as error:
+            print(error)
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_disk_that_hangs_holds_neither_close_nor_the_end_of_the_process(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "disk")
+    command = [sys.executable, "-c", HUNG, str(tmp_path / "disk")]
+    ended = subprocess.run(command, timeout=60, check=True, capture_output=True, text=True)
+    assert ended.stdout.splitlines() == ["the worker was closed"] * 2

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -13,6 +14,8 @@ from wire_vectors import DECODED
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.core.prefix_index import BlockIndex
+from kvevents_service.core.press import Press
+from kvevents_service.core.rows import Row
 from kvevents_service.errors import WireError
 from kvevents_service.wire.codec import LONG_BYTES, decode_batch, encode_batch, encode_own
 from kvevents_service.wire.control import GroupSpec
@@ -78,6 +81,13 @@ def test_late_and_at_once_are_the_same(values: list[int], layout: str, padding: 
     assert decode_batch(payload) == decode_batch(payload, read_tokens=True)
 
 
+def written(encoding: Encoding, runs: Sequence[BlockStoreMeta], *, wide: bool) -> bytes:
+    """As a live batch, or as a part of a state."""
+    if not wide:
+        return encoding.encode(runs, 1.5)
+    return bytes(encoding.press([*map(Row.of, runs)], 1.5, Press(), clear=False))
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("top", [40_000, 120_000])
@@ -86,7 +96,7 @@ def test_every_dialect_is_read_late_as_at_once(dialect: str, wide: bool, top: in
     tokens = pack_int32(range(top - 16 * 32, top))
     run = BlockStoreMeta(group, "GPU", 32, bytes(range(256)) * 4, tokens, None, None, None, None)
     encoding = Encoding(dialect)
-    payload = encoding.encode((run, run.part(0, 8)), 1.5, wide=wide)
+    payload = written(encoding, (run, run.part(0, 8)), wide=wide)
     assert decode_batch(payload) == decode_batch(payload, read_tokens=True)
     whole = spliced(encoding.encode((), 1.5), [payload, payload])
     assert decode_batch(whole) == decode_batch(whole, read_tokens=True)
@@ -149,7 +159,7 @@ def test_wide_tokens_are_written_short_again() -> None:
     group = GroupSpec(0, "full_attention", len(MANY))
     meta = BlockStoreMeta(group, "GPU", 8, bytes(8), pack_int32(MANY), None, None, None, None)
     short = Encoding().encode((meta,), 1.5)
-    wide = Encoding().encode((meta,), 1.5, wide=True)
+    wide = written(Encoding(), (meta,), wide=True)
     assert len(wide) > len(short)
     assert encode_batch(decode_batch(wide).batch) == short
 

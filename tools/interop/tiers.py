@@ -16,6 +16,7 @@ from truth import NAME_BYTES, Held
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, Cleared, RemovedRun
+from kvevents_service.core.rows import Row
 from kvevents_service.service.event_plane import bind_events
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.testing import Chain
@@ -37,8 +38,8 @@ class Tier:
     def sizes(self) -> list[tuple[int, int]]:
         return [(1, meta.group.block_size) for meta in self.blocks.values()]
 
-    def runs(self) -> Iterator[BlockStoreMeta]:
-        yield from self.blocks.values()
+    def rows(self) -> Iterator[Row]:
+        return map(Row.of, self.blocks.values())
 
     def cut(self) -> Tier:
         frozen = Tier(self.medium)
