@@ -106,7 +106,9 @@ class KVEventsPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: Values, engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
+        """What a counter loses, or another version counts, is not shown."""
+        for name in transfer_stats_data.keys() & self._metrics.keys():
+            value = transfer_stats_data[name]
             metric = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx])
             if hasattr(metric, "set"):
                 metric.set(value)
