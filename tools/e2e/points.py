@@ -12,6 +12,7 @@ import phases
 import routers
 import streams
 from phases import CROWD, CROWD_TOKENS, PREFIX, PROMPTS, Answer
+from refusals import refusals
 from stage import Engine, Home, Sidecar, Sizes
 
 Facts = dict[str, Any]
@@ -279,6 +280,7 @@ class Show:
             4: self.deaths,
             5: self.versions,
             6: self.overhead,
+            7: lambda: refusals(self.home, self.directory),
         }
 
 

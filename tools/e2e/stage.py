@@ -55,13 +55,14 @@ class Home(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of an engine: blocks of its pool, its longest prompt, tokens a step, ranks."""
+    """Of an engine: blocks of its pool, its longest prompt, tokens a step, ranks; more that `engine.py` takes."""
 
     blocks: int = 12
     max_len: int = 320
     step_tokens: int = 512
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
+    llm: str = "{}"
 
 
 SMALL = Sizes()
