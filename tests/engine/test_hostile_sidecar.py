@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from engine.hostile import ANSWERS, Answer, HostileSidecar, hits_that_never_load, unknown_numbers
+from engine.hostile import ANSWERS, Answer, HostileSidecar, hits_that_never_load, silent, unknown_numbers
 from engine.vllm_toy import FULL, UNIT, WINDOW, ToyVllm
 
 from kvevents_service.core.groups import check_groups
@@ -126,5 +126,21 @@ def test_while_a_load_is_late_nothing_more_is_loaded(serve: Serve, tmp_path: Pat
         assert f"r{number}" not in vllm.requests
     assert vllm.half.loads.counters["loads"] == 1
     assert vllm.half.loads.counters["loads_late"] == 1
+    sidecar.stop()
+    vllm.half.close()
+
+
+def test_a_sidecar_that_has_fallen_silent_gets_hold_of_nothing_more(serve: Serve, tmp_path: Path) -> None:
+    """Its process may have been stopped: what it holds then stays held, and the engine needs the rest."""
+    sidecar = serve(silent)
+    vllm = engine(tmp_path, FULL)
+    assert vllm.half.client.wait_connected(LONG_S)
+    vllm.add("looked up in vain", range(17), 1)
+    while vllm.requests:
+        vllm.step()
+    vllm.step()
+    assert vllm.half.client.counters["deadlines_missed"] == 1
+    assert vllm.half.planner.book.held_blocks == 0
+    assert vllm.half.client.counters["steps_dropped"] > 0
     sidecar.stop()
     vllm.half.close()
