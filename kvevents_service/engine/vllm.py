@@ -140,7 +140,9 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _start_scheduler(self) -> None:
         """The policy is vLLM's, and read by it after this: a failed load must never fail a request."""
         if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
-            log.warning("vLLM %s: this connector is tested with %s", vllm.__version__, " and ".join(TESTED))
+            log.warning(
+                "kvevents: vLLM %s: this connector is tested with %s", vllm.__version__, " and ".join(TESTED)
+            )
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         layout = ours.engine_layout(self._vllm_config, self._kv_cache_config, self._options.namespace)
         kind = OffloadClient if ours.device_kind(self._vllm_config) == "cpu" else MarkingClient

@@ -106,7 +106,7 @@ def test_another_version_is_warned_of_once_and_the_tested_ones_are_named(
     with installed(version) as module, caplog.at_level(logging.WARNING, LOG):
         made = [connector(module, role) for role in BOTH]
         said = [line for line in caplog.messages if "tested with" in line]
-        assert said == [f"vLLM {version}: this connector is tested with 0.32 and 0.33"] * warnings
+        assert said == [f"kvevents: vLLM {version}: this connector is tested with 0.32 and 0.33"] * warnings
         made[0].shutdown()
 
 
