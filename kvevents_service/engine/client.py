@@ -162,10 +162,13 @@ class OffloadClient(Registration):
         return Completions(steps, [end for end in ended if isinstance(end, Loaded)])
 
     def _number(self, what: str, message: Callable[[int], Step | Load]) -> int | None:
-        """Send what takes a number; returns the number if it was sent."""
+        """Send what takes a number; returns the number if it was sent: not to a sidecar that has fallen silent.
+
+        What it is given now might be held for as long as it is silent.
+        """
         sent, number = False, self._line.next_id()
         try:
-            sent = self._line.send(message(number))
+            sent = self._line.usable and self._line.send(message(number))
         except ENGINE_FAULTS as error:
             self._forgive(what, error)
         self.counters[f"{what}_sent" if sent else f"{what}_dropped"] += 1

@@ -29,6 +29,7 @@ from kvevents_service.wire.control import (
 from kvevents_service.wire.framing import FrameReader, decode_sidecar, encode_message
 
 READ_BYTES = 32 * 1024
+MAX_THROWN_AWAY = 64
 SEND_BUFFER_BYTES = 4 * 1024 * 1024
 SO_SNDBUFFORCE = 32  # Linux; not in the socket module
 
@@ -105,14 +106,16 @@ class Connection:
     def wait(self, wait_s: float) -> None:
         """Sleep until something may have arrived, or can be sent. Changes nothing, so it needs no lock."""
         poller = select.poll()  # of its own: one poll object serves one thread at a time
-        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
-        poller.poll(max(0.0, wait_s) * 1000)
+        with suppress(ValueError):  # another thread has closed it, and there is no socket any more
+            poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+            poller.poll(max(0.0, wait_s) * 1000)
 
     def at_eof(self) -> bool:
-        """Read and throw away; True once the sidecar has closed the connection."""
+        """Read some and throw it away; True once the sidecar has closed the connection."""
         try:
-            while self._read():
-                pass
+            for _ in range(MAX_THROWN_AWAY):  # one that never stops sending holds nobody up
+                if not self._read():
+                    break
         except SidecarGone:
             return True
         return False

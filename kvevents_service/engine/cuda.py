@@ -13,10 +13,16 @@ from kvevents_service.cuda import (
     EVENT_DISABLE_TIMING,
     EVENT_INTERPROCESS,
     IS_LEGACY_IPC_CAPABLE,
+    CudaError,
     Driver,
 )
 from kvevents_service.errors import KvEventsError
 from kvevents_service.wire.control import CudaHandle, Memory, Region
+
+REMEDY = (
+    "start the engine with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, "
+    "and without an allocator that maps memory itself, as sleep mode's does"
+)
 
 
 class NotShareable(KvEventsError):
@@ -35,7 +41,7 @@ class KvTensor(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What a layout needs of tensors on a GPU."""
+    """What a layout needs of memory on a GPU."""
 
     memories: list[Memory]
     regions: list[Region]
@@ -67,17 +73,18 @@ def spans_of(layer: KvTensor) -> list[Span]:
 
 
 def export(driver: Driver, layers: Sequence[KvTensor]) -> Exported:
-    """Handles and regions of these layers, all of one device, whose context is the calling thread's.
+    """Handles and regions of these layers; see `export_spans`."""
+    return export_spans(driver, [span for layer in layers for span in spans_of(layer)])
 
-    The tensors must live until the sidecar has let go (`close` returned True). NotShareable says what to set.
+
+def export_spans(driver: Driver, spans: Sequence[Span]) -> Exported:
+    """Handles and regions of memory of one device, whose context is the calling thread's.
+
+    The memory must live until the sidecar has let go (`close` returned True). NotShareable says what to set.
     """
-    spans = [span for layer in layers for span in spans_of(layer)]
     bases = list(dict.fromkeys(_allocation(driver, span) for span in spans))
     device = driver.uuids()[driver.number("cuCtxGetDevice")]
-    memories = [
-        Memory(size, None, CudaHandle(driver.handle("cuIpcGetMemHandle", base), device, size))
-        for base, size in bases
-    ]
+    memories = [Memory(size, None, CudaHandle(_handle(driver, base), device, size)) for base, size in bases]
     starts = [base for base, _ in bases]
     regions = []
     for name, address, block_bytes, stride_bytes, blocks in spans:
@@ -90,11 +97,15 @@ def _allocation(driver: Driver, span: Span) -> tuple[int, int]:
     capable = c_int()
     driver.call("cuPointerGetAttribute", byref(capable), IS_LEGACY_IPC_CAPABLE, span.address)
     if not capable.value:
-        raise NotShareable(
-            f"{span.name} is in memory that has no CUDA IPC handle: "
-            "start the engine with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
-        )
+        raise NotShareable(f"{span.name} is in memory that has no CUDA IPC handle: {REMEDY}")
     return driver.allocation(span.address)
+
+
+def _handle(driver: Driver, base: int) -> bytes:
+    try:
+        return driver.handle("cuIpcGetMemHandle", base)
+    except CudaError as error:
+        raise NotShareable(f"the driver gives no CUDA IPC handle ({error}): under WSL it has none") from error
 
 
 class ComputeEvents:

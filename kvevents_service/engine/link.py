@@ -14,7 +14,6 @@ from kvevents_service.wire.control import (
     Load,
     Loaded,
     ResetDone,
-    SidecarMessage,
     Step,
     StepDone,
     Welcome,
@@ -58,24 +57,26 @@ class Link:
         """What has arrived; never waits. SidecarGone: see `abandoned` and `broken`."""
         for message in self.connection.receive():
             self.suspect = False
-            if isinstance(message, Welcome):
-                continue
-            yield message
-            yield from self._ends(message)
+            if isinstance(message, StepDone | Loaded):
+                yield from self._ends(message)
+            elif not isinstance(message, Welcome):
+                yield message
+                yield from self._refused(message)
 
-    def _ends(self, message: SidecarMessage) -> Iterator[Completion]:
-        """Settle the books; a refused step or load ends here: the sidecar never touched a block of it."""
+    def _ends(self, end: Completion) -> Iterator[Completion]:
+        """Settle the books. What is not in them has ended before, whatever the sidecar says: it ends once."""
+        books, number = (self._steps, end.step_id) if isinstance(end, StepDone) else (self._loads, end.load_id)
+        if number in books:
+            books.discard(number)
+            yield end
+
+    def _refused(self, message: Answer) -> Iterator[Completion]:
+        """A refused step or load ends here: the sidecar never touched a block of it."""
         match message:
-            case StepDone():
-                self._steps.discard(message.step_id)
-            case Loaded():
-                self._loads.discard(message.load_id)
             case Error(call_id=int() as number) if number in self._steps:
-                self._steps.discard(number)
-                yield StepDone(number, 0, 0, 0)
+                yield from self._ends(StepDone(number, 0, 0, 0))
             case Error(call_id=int() as number) if number in self._loads:
-                self._loads.discard(number)
-                yield Loaded(number, 0)
+                yield from self._ends(Loaded(number, 0))
 
     def abandoned(self) -> list[Completion]:
         """After EOF: the ends of everything that was outstanding. No copy of it is running any more."""

@@ -7,7 +7,6 @@ When the sidecar has gone and come back, both register anew, in any order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from kvevents_service.engine.registration import Registration, Timeouts
@@ -60,6 +59,7 @@ class RankClient(Registration):
             link = self._line.link
             if link is None:
                 return True
-            with suppress(ValueError):  # `close` was faster, and there is no socket any more
-                link.connection.wait(SLICE_S)
+            if self._mark_due and self._marked is not None:  # the sidecar did not read when it was to be told
+                self._tell_mark()
+            link.connection.wait(SLICE_S)
         return False

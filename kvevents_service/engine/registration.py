@@ -38,6 +38,7 @@ class Registration:
         self.counters = self._line.counters
         self._closing = False
         self._marked: int | None = None
+        self._mark_due = False
         self._keeper = threading.Thread(target=self._keep, name="kvevents-dial", daemon=True)
         self._keeper.start()
 
@@ -70,7 +71,13 @@ class Registration:
         False: the sidecar is away; it is told when it is back.
         """
         self._marked = number
-        return self._line.send(Mark(number))
+        return self._tell_mark()
+
+    def _tell_mark(self) -> bool:
+        with self._line.lock:
+            told = self._marked is not None and self._line.send(Mark(self._marked))
+            self._mark_due = not told
+            return told
 
     def close(self, wait_s: float = 1.0) -> bool:
         """Leave. True once the sidecar has let go of our memory.
@@ -117,5 +124,4 @@ class Registration:
                 link.connection.close()
                 return
             self._line.adopt(link)
-            if self._marked is not None:
-                self._line.send(Mark(self._marked))
+            self._tell_mark()

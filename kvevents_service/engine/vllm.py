@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvevents_service.engine.client import OffloadClient
+from kvevents_service.engine.vllm_border import SchedulerBorder, or_leave
 from kvevents_service.engine.vllm_layout import places_of
-from kvevents_service.engine.vllm_options import WHERE, Options, read
+from kvevents_service.engine.vllm_marks import MarkingClient
+from kvevents_service.engine.vllm_memory import device_named
+from kvevents_service.engine.vllm_options import Options, read
 from kvevents_service.engine.vllm_scheduler import Rules, Said, SchedulerHalf
 from kvevents_service.engine.vllm_stats import METRICS, StatsReader, Values, aggregated
 from kvevents_service.engine.vllm_worker import BEFORE_ALL, WorkerHalf
@@ -44,6 +47,7 @@ except ImportError as error:
     raise ConfigError("kvevents_service.engine.vllm", expected) from error
 
 TESTED = ("0.32", "0.33")
+AWAY = "the sidecar is away, nothing is offloaded until it is back"
 
 log = init_logger("vllm.kvevents")
 
@@ -102,12 +106,14 @@ class KVEventsPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         }
 
     def observe(self, transfer_stats_data: Values, engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
+        """What a counter loses, or another version counts, is not shown."""
+        for name in transfer_stats_data.keys() & self._metrics.keys():
+            value = transfer_stats_data[name]
             metric = self._metrics[name].labels(*self.per_engine_labelvalues[engine_idx])
             if hasattr(metric, "set"):
                 metric.set(value)
             else:
-                metric.inc(value)
+                metric.inc(max(0.0, value))
 
 
 class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -119,24 +125,28 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._options: Options = read(self._kv_transfer_config.kv_connector_extra_config or {})
         ours.check(vllm_config)
-        self._scheduler: SchedulerHalf | None = None
+        self._scheduler = SchedulerBorder(log.exception)
         self._worker: WorkerHalf | None = None
         self._client: OffloadClient | None = None
         self._stats: StatsReader | None = None
+        self._connected = True
         self._fine = False
         if role == KVConnectorRole.SCHEDULER:
             self._start_scheduler()
         else:
-            mark = None if ours.runs_in_step(vllm_config) else _mark
-            self._worker = WorkerHalf(self._options.sidecar, ours.rank_of(vllm_config), mark)
+            device = device_named(ours.device_kind(vllm_config), _stream)
+            self._worker = WorkerHalf(self._options.sidecar, ours.rank_of(vllm_config), device)
 
     def _start_scheduler(self) -> None:
         """The policy is vLLM's, and read by it after this: a failed load must never fail a request."""
-        if not vllm.__version__.startswith(TESTED):
-            log.warning("vLLM %s: this connector is tested with %s", vllm.__version__, " and ".join(TESTED))
+        if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
+            log.warning(
+                "kvevents: vLLM %s: this connector is tested with %s", vllm.__version__, " and ".join(TESTED)
+            )
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         layout = ours.engine_layout(self._vllm_config, self._kv_cache_config, self._options.namespace)
-        self._client = OffloadClient(self._options.sidecar, layout, self._options.timeouts)
+        kind = OffloadClient if ours.device_kind(self._vllm_config) == "cpu" else MarkingClient
+        self._client = kind(self._options.sidecar, layout, self._options.timeouts)
         log.info("kvevents: sidecar %s, %s", self._options.sidecar, self._options)
 
     @property
@@ -151,9 +161,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.lend(places_of(self._kv_cache_config, kv_caches))
             client = self._worker.client
             if client is not None and not client.connected:
-                log.warning(
-                    "kvevents: no sidecar yet, nothing is offloaded until it is there: %s", client.last_error
-                )
+                log.warning("kvevents: %s: %s", AWAY, client.last_error)
 
     def unregister_kv_caches(self) -> None:
         if self._worker is not None and not self._worker.take_back():
@@ -161,7 +169,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def restore_kv_caches(self) -> None:
         if self._worker is not None:
-            self._worker.lend_again()
+            or_leave(self._worker, WorkerHalf.lend_again, log.exception)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -182,7 +190,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.computed()
+            or_leave(self._worker, WorkerHalf.computed, log.exception)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, None if self._worker is None else self._worker.loaded()
@@ -220,31 +228,32 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ours.embeds_digest,
                 time.monotonic,
             )
-            self._scheduler, self._stats = half, StatsReader(half, time.monotonic)
-
-    @property
-    def _half(self) -> SchedulerHalf:
-        if self._scheduler is None:
-            raise ConfigError(WHERE, "a scheduler that binds its block pool, as vLLM 0.32 and 0.33 do")
-        return self._scheduler
+            self._scheduler.bind(half)
+            self._stats = StatsReader(half, time.monotonic)
 
     def on_new_request(self, request: Any) -> None:
-        self._half.arrive(request)
+        self._scheduler.arrive(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self._half.find(request, num_computed_tokens)
-        return tokens, tokens > 0
+        tokens = self._scheduler.find(request, num_computed_tokens)
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         tables = blocks.get_block_ids() if num_external_tokens else ()
-        self._half.begin_load(request, tables, num_external_tokens)
+        self._scheduler.begin_load(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVEventsMetadata:
-        return KVEventsMetadata(self._half.begin_step(scheduler_output))
+        said = self._scheduler.begin_step(scheduler_output)
+        if isinstance(self._client, MarkingClient):
+            self._client.begun = said.step
+        return KVEventsMetadata(said)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
-        self._half.land_step(BEFORE_ALL if report is None else report.step)
+        step = BEFORE_ALL if report is None else report.step
+        if isinstance(self._client, MarkingClient):
+            self._client.landed = max(self._client.landed, step)
+        self._scheduler.land_step(step)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -252,14 +261,14 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._half.finish(request, block_ids)
+        self._scheduler.finish(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.busy
+        return self._scheduler.busy
 
     def reset_cache(self) -> bool:
-        return self._half.reset()
+        return self._scheduler.reset()
 
     def take_events(self) -> Iterable[Any]:
         """None: the sidecar publishes what it holds."""
@@ -268,8 +277,20 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # both
 
     def get_kv_connector_stats(self) -> KVEventsStats | None:
-        values = None if self._stats is None else self._stats.read()
-        return None if values is None else KVEventsStats(values)
+        stats = self._stats
+        values = None if stats is None else self._scheduler.ask(None, lambda _: stats.read())
+        if values is None:
+            return None
+        self._note_connection(bool(values["connected"]))
+        return KVEventsStats(values)
+
+    def _note_connection(self, connected: bool) -> None:
+        if connected is not self._connected and self._client is not None:
+            self._connected = connected
+            if connected:
+                log.info("kvevents: the sidecar is back")
+            else:
+                log.warning("kvevents: %s: %s", AWAY, self._client.last_error)
 
     @classmethod
     def build_kv_connector_stats(cls, data: Values | None = None) -> KVEventsStats:
@@ -288,11 +309,10 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.take_back()
-        if self._scheduler is not None:
-            self._scheduler.close()
+        self._scheduler.close()
 
 
-def _mark() -> Any:
-    event = torch.Event()
-    event.record()
-    return event
+def _stream() -> int:
+    """The one that vLLM's steps run on, in the thread that runs them."""
+    stream: int = torch.cuda.current_stream().cuda_stream
+    return stream

@@ -33,11 +33,16 @@ def check(config: Any) -> None:
         raise ConfigError("kv_role", '"kv_both": blocks are stored and loaded')
     if config.parallel_config.prefill_context_parallel_size > 1:
         raise ConfigError("prefill_context_parallel_size", "1")
+    if config.model_config.is_encoder_decoder:
+        raise ConfigError("model", "one that is not an encoder-decoder")
+    if device_kind(config) == "cuda" and config.model_config.enable_cumem_allocator:
+        expected = "false, and no sleep mode: memory of that allocator cannot be shared by CUDA IPC"
+        raise ConfigError("enable_cumem_allocator", expected)
 
 
-def runs_in_step(config: Any) -> bool:
-    """Whether a step has been computed when the worker's call for it returns."""
-    return bool(config.device_config.device_type == "cpu")
+def device_kind(config: Any) -> str:
+    """torch's name for the type of device that the model runs on."""
+    return str(config.device_config.device_type)
 
 
 def rank_of(config: Any) -> Rank:

@@ -21,6 +21,8 @@ from kvevents_service.wire.packing import pack_int32
 
 MISS_S = 0.1
 """How long a miss holds: a request that waits for room is not looked up in every step."""
+LOADING_FRACTION = 0.4
+"""Of the engine's blocks: when loads hold so many, other hits wait. Should the sidecar hang, the rest is left."""
 MAX_ASKED = 64
 """So many requests are looked up before it is their turn; others when it is."""
 
@@ -81,6 +83,8 @@ class Loads:
         clock: Callable[[], float],
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self._held_blocks = 0
+        self._most_blocks = len(pool) * LOADING_FRACTION
         self._client = client
         self._groups = [group for group in groups if group.cacheable]
         self._one_group = len(groups) == 1
@@ -98,7 +102,8 @@ class Loads:
         self._missed: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<Loads found={len(self._found)} loading={len(self._loading)} late={len(self._late)}>"
+        counts = f"found={len(self._found)} loading={len(self._loading)} late={len(self._late)}"
+        return f"<Loads {counts} held={self._held_blocks}>"
 
     @property
     def under_way(self) -> bool:
@@ -117,16 +122,21 @@ class Loads:
                 until = self._clock() + self._client.timeouts.lease_s / 2
                 self._asked[request.request_id] = Asked(call_id, stop, until)
 
-    def find(self, request: VllmRequest, local_tokens: int) -> int:
-        """Tokens that can be loaded of a prompt that is in the engine up to `local_tokens`. It stays pinned."""
+    def find(self, request: VllmRequest, local_tokens: int) -> int | None:
+        """Tokens that can be loaded of a prompt that is in the engine up to `local_tokens`. They stay pinned.
+
+        None: other loads must end first. Nothing while one is late: a sidecar that does not end its loads must not
+        get hold of ever more blocks.
+        """
         first, stop = local_tokens // self._unit, (request.num_tokens - 1) // self._unit
-        if local_tokens % self._align or stop <= first or request.request_id in self._missed:
+        if local_tokens % self._align or stop <= first or request.request_id in self._missed or self._late:
             self.release(request.request_id)
             return 0
         found = self._found.get(request.request_id)
         if found is None or found[1:3] != (first, stop) or self._clock() > found.until:
             found = self._ask(request, first, stop)
-        return self._usable(found.hit) * self._unit
+        units = self._usable(found)
+        return None if units and self._held_blocks >= self._most_blocks else units * self._unit
 
     def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
         hit = self._early(request.request_id, first, stop)
@@ -152,8 +162,10 @@ class Loads:
         self._client.release(hit)
         return None if hit.blocks > first else NO_HIT
 
-    def _usable(self, hit: PrefixHit) -> int:
-        return max(0, hit.blocks - self._rules.margin_tokens // self._unit)
+    def _usable(self, found: Found) -> int:
+        """Hash units. More than was asked for, or a part of a block, is not taken, whatever the sidecar says."""
+        units = min(found.hit.blocks, found.stop - found.first) - self._rules.margin_tokens // self._unit
+        return max(0, units if self._rules.fine else units - units % (self._align // self._unit))
 
     def release(self, request_id: str) -> None:
         """It will not load what it found, or may find."""
@@ -176,6 +188,7 @@ class Loads:
             self._fail(Loading(request_id, units, (), 0.0), LoadEnd(failed=True))
             return
         self._pool.touch(block_ids)
+        self._held_blocks += len(block_ids)
         deadline = self._clock() + self._rules.timeout_s
         self._loading[load_id] = Loading(request_id, units, block_ids, deadline)
         self.counters["loads"] += 1
@@ -196,6 +209,7 @@ class Loads:
             if loading is None:
                 continue
             self._pool.free(loading.block_ids[::-1])
+            self._held_blocks -= len(loading.block_ids)
             if late is None:
                 self._report(loading, end.blocks)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from kvevents_service.engine.registration import Timeouts
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, expect
 
 WHERE = "kv_connector_extra_config"
+MAX_PATH_BYTES = 107
+"""Of `sockaddr_un` on Linux, without the NUL at its end."""
 
 
 def _says(what: str, **limits: Any) -> msgspec.Meta:
@@ -78,7 +81,11 @@ def read(extra: Mapping[str, Any]) -> Options:
         if name not in Options.__struct_fields__:
             raise ConfigError(f"{WHERE}.{name}", f"one of {', '.join(Options.__struct_fields__)}")
     try:
-        return msgspec.convert(dict(extra), Options)
+        options = msgspec.convert(dict(extra), Options)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$.")
         raise ConfigError(f"{WHERE}.{place.rstrip('`')}", what.removeprefix("Expected ")) from error
+    path = os.fsencode(options.sidecar)
+    fits = len(path) <= MAX_PATH_BYTES and b"\0" not in path
+    expect(fits, f"{WHERE}.sidecar", f"a path of at most {MAX_PATH_BYTES} bytes, without NUL, as sockets have")
+    return options

@@ -114,8 +114,8 @@ class SchedulerHalf:
         if not (self._void or request.skip_reading_prefix_cache):
             self.loads.ask_early(request)
 
-    def find(self, request: VllmRequest, local_tokens: int) -> int:
-        """How many tokens behind its first `local_tokens` can be loaded."""
+    def find(self, request: VllmRequest, local_tokens: int) -> int | None:
+        """How many tokens behind its first `local_tokens` can be loaded. None: ask again in a later step."""
         if request.skip_reading_prefix_cache or not self._settle_reset():
             self.loads.release(request.request_id)
             return 0

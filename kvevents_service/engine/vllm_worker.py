@@ -6,30 +6,17 @@ from every rank.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvevents_service.engine.rank import RankClient, RankLayout
 from kvevents_service.engine.vllm_layout import Place
-from kvevents_service.engine.vllm_memory import share
+from kvevents_service.engine.vllm_memory import RankDevice
 from kvevents_service.engine.vllm_scheduler import Said
 
 BEFORE_ALL = -1
 GREETING_S = 1.0
 """How long a worker waits at its start for the sidecar, to say in its log whether it is there."""
 LET_GO_S = 5.0
-
-
-class Event(Protocol):
-    """A mark on a device's stream. `query`: everything before it has been done."""
-
-    def query(self) -> bool: ...
-
-
-class Mark(NamedTuple):
-    step: int
-    event: Event
 
 
 class Rank(NamedTuple):
@@ -41,15 +28,14 @@ class Rank(NamedTuple):
 
 
 class WorkerHalf:
-    """`mark` puts an event behind what was given to the device so far; None where a step ends before it returns."""
+    """On a device a step is reported as soon as it has been given to it: the sidecar waits for its mark."""
 
-    def __init__(self, socket_path: str, rank: Rank, mark: Callable[[], Event] | None) -> None:
+    def __init__(self, socket_path: str, rank: Rank, device: RankDevice) -> None:
         self.client: RankClient | None = None
         self._socket_path = socket_path
         self._rank = rank
-        self._mark = mark
+        self._device = device
         self._places: list[Place] = []
-        self._marks: deque[Mark] = deque()
         self._computed = BEFORE_ALL
         self._said = Said(BEFORE_ALL, {})
 
@@ -61,20 +47,31 @@ class WorkerHalf:
     def lend(self, places: list[Place]) -> None:
         """Register this memory, and keep it registered. ConfigError if it cannot be shared."""
         self._places = places
-        memory = share(places)
-        layout = RankLayout(*self._rank, memory.memories, memory.regions, memory.fds)
+        memories, regions, fds, events = self._device.share(places)
+        layout = RankLayout(*self._rank, memories, regions, fds, events)
         self.client = RankClient(self._socket_path, layout)
+        self._mark(max(self._computed, 0))
         self.client.wait_connected(GREETING_S)
 
     def take_back(self) -> bool:
         """Before the memory goes. True once the sidecar has let go of it."""
         client, self.client = self.client, None
-        return client is None or client.close(LET_GO_S)
+        gone = client is None or client.close(LET_GO_S)
+        if client is not None and gone:
+            self._device.close()
+        return gone
 
     def lend_again(self) -> None:
         """The same memory, after `take_back`."""
         if self.client is None and self._places:
             self.lend(self._places)
+
+    def leave(self) -> None:
+        """For good, and at once: what the sidecar copies meanwhile is of no account."""
+        client, self.client = self.client, None
+        self._places = []
+        if client is not None:
+            client.close(0.0)
 
     # steps
 
@@ -84,16 +81,16 @@ class WorkerHalf:
 
     def computed(self) -> None:
         """All of this step has been given to the device."""
-        if self._mark is None:
-            self._computed = self._said.step
-        else:
-            self._marks.append(Mark(self._said.step, self._mark()))
+        self._computed = self._said.step
+        self._mark(self._computed)
 
     def report(self) -> int:
-        """The last step that is computed, with all before it."""
-        while self._marks and self._marks[0].event.query():
-            self._computed = self._marks.popleft().step
+        """The last step that has been given to the device, with all before it."""
         return self._computed
+
+    def _mark(self, step: int) -> None:
+        if self.client is not None and self._device.mark(step):
+            self.client.mark(step)
 
     # loads
 

@@ -13,7 +13,8 @@ from test_client import LONG_S, Sidecar, chain, store, until_step
 from kvevents_service.engine.client import OffloadClient, Timeouts
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
 from kvevents_service.engine.rank import RankClient, RankLayout
-from kvevents_service.wire.control import GroupSpec, Memory
+from kvevents_service.wire.control import PROTOCOL_VERSION, GroupSpec, Mark, Memory, Welcome
+from kvevents_service.wire.framing import FrameReader, decode_client, encode_message
 
 QUICK = Timeouts(lookup_s=5.0, send_s=0.5, redial_s=0.02)
 BLOCKS, BLOCK_BYTES = 64, 64
@@ -112,3 +113,25 @@ def test_a_sidecar_that_answers_nonsense_is_dialled_again(tmp_path: Path, rank: 
             peer.sendall(b"\x01\0\0\0\xc1")
             peer.close()
     os.unlink(rank.socket_path)
+
+
+def test_a_mark_that_was_not_read_is_told_again_without_another_step(tmp_path: Path) -> None:
+    """An engine that has gone idle says no further marks, and copies may wait for this one."""
+    welcome = encode_message(Welcome(PROTOCOL_VERSION, "boot", 1, 0, 0))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "engine.sock"))
+        listener.listen()
+        listener.settimeout(LONG_S)
+        client = RankClient(str(tmp_path / "engine.sock"), RankLayout("run-1", 0, 1, [], []), QUICK)
+        peer, _ = listener.accept()
+        peer.recv(1 << 16)
+        peer.sendall(welcome)
+        assert client.wait_connected(LONG_S)
+        last = next(number for number in range(1 << 20) if not client.mark(number))
+        reader, seen = FrameReader(), -1
+        peer.settimeout(LONG_S)
+        while seen < last:
+            marks = [decode_client(body) for body in reader.feed(peer.recv(1 << 20))]
+            seen = max([seen, *(mark.number for mark in marks if isinstance(mark, Mark))])
+        peer.close()
+        assert client.close(LONG_S)

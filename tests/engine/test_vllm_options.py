@@ -23,6 +23,8 @@ def test_only_the_sidecar_must_be_said() -> None:
         ({}, "sidecar", "the path"),
         ({"sidecar": ""}, "sidecar", "length >= 1"),
         ({"sidecar": 7}, "sidecar", "`str`, got `int`"),
+        ({"sidecar": "/" + "ä" * 54}, "sidecar", "a path of at most 107 bytes"),
+        ({"sidecar": "/run\0/s"}, "sidecar", "without NUL"),
         ({"sidecar": "/s", "lasy": True}, "lasy", "one of sidecar, lazy, "),
         ({"sidecar": "/s", "lazy": "yes"}, "lazy", "`bool`, got `str`"),
         ({"sidecar": "/s", "lookup_timeout_s": 0}, "lookup_timeout_s", "> 0"),

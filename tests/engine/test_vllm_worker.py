@@ -10,11 +10,14 @@ import torch
 from engine.vllm_toy import FULL
 from test_client import LONG_S, Sidecar
 
+from kvevents_service.cuda import CudaError
 from kvevents_service.engine.client import OffloadClient, Timeouts
 from kvevents_service.engine.layout import EngineLayout
 from kvevents_service.engine.offers import make_offer
+from kvevents_service.engine.vllm_border import WORKER_FAULT, or_leave
 from kvevents_service.engine.vllm_layout import Place
 from kvevents_service.engine.vllm_loads import LoadEnd
+from kvevents_service.engine.vllm_memory import HostDevice
 from kvevents_service.engine.vllm_scheduler import Said
 from kvevents_service.engine.vllm_worker import Rank, WorkerHalf
 from kvevents_service.wire.packing import pack_int32
@@ -23,40 +26,74 @@ RANK = Rank("run-1", 0, 1)
 BLOCKS, PAGE = 8, 64
 
 
-class Mark:
-    """An event of a device, done when it is told so."""
+class Device(HostDevice):
+    """A device whose marks are seen, and may fail."""
 
-    done = False
+    def __init__(self) -> None:
+        self.marks: list[int] = []
+        self.closed = 0
+        self.fault: Exception | None = None
 
-    def query(self) -> bool:
-        return self.done
+    def mark(self, step: int) -> bool:
+        if self.fault:
+            raise self.fault
+        self.marks.append(step)
+        return True
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def place(cache: torch.Tensor) -> Place:
+    return Place("layer", cache.untyped_storage(), 0, PAGE, BLOCKS)
 
 
 def test_where_steps_end_before_they_return_each_is_computed_at_once() -> None:
-    worker = WorkerHalf("/nowhere", RANK, None)
+    worker = WorkerHalf("/nowhere", RANK, HostDevice())
     assert worker.report() < 0
     worker.begin(Said(5, {}))
     worker.computed()
     assert worker.report() == 5
 
 
-def test_on_a_device_a_step_is_computed_when_its_event_and_all_before_it_are_done() -> None:
-    marks = [Mark(), Mark(), Mark()]
-    given: Any = iter(marks)
-    worker = WorkerHalf("/nowhere", RANK, lambda: next(given))
-    for step in (1, 2, 3):
+def test_on_a_device_each_step_is_marked_and_the_last_one_again_for_a_new_client() -> None:
+    device = Device()
+    worker = WorkerHalf("/nowhere", RANK, device)
+    worker.lend([place(torch.zeros(BLOCKS * PAGE, dtype=torch.uint8))])
+    for step in (1, 2):
         worker.begin(Said(step, {}))
         worker.computed()
-    marks[1].done = True
-    assert worker.report() < 0
-    marks[0].done = True
-    assert worker.report() == 2
-    marks[2].done = True
-    assert worker.report() == 3
+        assert worker.report() == step
+    assert device.marks == [0, 1, 2]
+    assert worker.client is not None
+    assert worker.client._marked == 2
+    assert worker.take_back()
+    assert device.closed == 1
+    worker.begin(Said(3, {}))
+    worker.computed()
+    assert device.marks == [0, 1, 2], "nobody to tell"
+    worker.lend_again()
+    assert device.marks == [0, 1, 2, 3]
+    assert worker.client._marked == 3
+    assert worker.take_back()
+
+
+def test_a_device_that_fails_ends_the_lending_and_no_step() -> None:
+    device, told = Device(), list[str]()
+    worker = WorkerHalf("/nowhere", RANK, device)
+    worker.lend([place(torch.zeros(BLOCKS * PAGE, dtype=torch.uint8))])
+    device.fault = CudaError("cuEventRecord", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    for step in (1, 2):
+        worker.begin(Said(step, {}))
+        or_leave(worker, WorkerHalf.computed, told.append)
+        assert worker.report() == step
+    assert told == [WORKER_FAULT]
+    or_leave(worker, WorkerHalf.lend_again, told.append)
+    assert worker.client is None
 
 
 def test_ends_of_loads_are_passed_on() -> None:
-    worker = WorkerHalf("/nowhere", RANK, None)
+    worker = WorkerHalf("/nowhere", RANK, HostDevice())
     worker.begin(Said(1, {"a": LoadEnd(), "b": LoadEnd(True, (3, 4)), "c": LoadEnd(True)}))
     assert worker.loaded() == {"a", "b", "c"}
     assert worker.failed() == {"c"}
@@ -82,8 +119,8 @@ def until(done: Any) -> Any:
 
 def test_a_block_goes_out_and_comes_back_in_another_place(sidecar: Sidecar) -> None:
     cache = torch.arange(BLOCKS * PAGE, dtype=torch.uint8).view(BLOCKS, PAGE)
-    worker = WorkerHalf(sidecar.path, RANK, None)
-    worker.lend([Place("layer", cache.untyped_storage(), 0, PAGE, BLOCKS)])
+    worker = WorkerHalf(sidecar.path, RANK, HostDevice())
+    worker.lend([place(cache)])
     client = OffloadClient(sidecar.path, EngineLayout("run-1", "tiny", [FULL]), Timeouts(lookup_s=5.0))
     assert client.wait_connected(LONG_S)
     before, name = cache[3].clone(), b"n" * 32

@@ -301,10 +301,19 @@ class ToyClient:
 
 
 class ToyVllm:
-    """The engine: `add` requests, `schedule` steps, `run` them in order. `lag`: so many steps late ranks report."""
+    """The engine: `add` requests, `schedule` steps, `run` them in order. `lag`: so many steps late ranks report.
+
+    `client`: a real one, with a layout of these groups, for tests that have a sidecar of their own.
+    """
 
     def __init__(
-        self, groups: Sequence[GroupSpec] = (FULL,), *, blocks: int = 40, lazy: bool = False, lag: int = 0
+        self,
+        groups: Sequence[GroupSpec] = (FULL,),
+        *,
+        blocks: int = 40,
+        lazy: bool = False,
+        lag: int = 0,
+        client: Any = None,
     ) -> None:
         self.groups = groups
         self.lag = lag
@@ -312,8 +321,7 @@ class ToyVllm:
         self.pool = Pool(blocks)
         self.client = ToyClient(groups, self.pool)
         rules = Rules(lazy, 32, 0.5, HitRules(timeout_s=10.0))
-        client: Any = self.client
-        self.half = SchedulerHalf(client, self.pool, rules, key, no_digest, self.clock)
+        self.half = SchedulerHalf(client or self.client, self.pool, rules, key, no_digest, self.clock)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.flights: deque[Running] = deque()
@@ -378,6 +386,8 @@ class ToyVllm:
             return True
         local = self._local(request)
         found = self.half.find(request, local)
+        if found is None:
+            return False
         end = local + found
         short = sum(len(needed_blocks(group, end, local)) for group in self.groups)
         if found and len(self.pool.queue) - short - 2 * len(self.groups) < self._idle_hits(request, local):

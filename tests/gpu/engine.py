@@ -40,32 +40,15 @@ def prompt(number: int, blocks: int) -> Chain:
     return make_chain(tokens, BLOCK_SIZE)
 
 
-class KvEngine:
-    """Calls are blocking. Seeds name the contents of blocks."""
+class KvCache:
+    """Layers on the device. Seeds name the contents of blocks."""
 
-    def __init__(self, machine: Machine, path: str, shape: Shape) -> None:
+    def __init__(self, machine: Machine, shape: Shape) -> None:
         self.machine = machine
         self.shape = shape
         size = 2 * shape.blocks * shape.words
         self.layers = [machine.empty(size).view(2, shape.blocks, shape.words) for _ in range(shape.layers)]
         self._ramp = torch.arange(shape.words, device=self.layers[0].device) * ODD
-        self.events = ComputeEvents(machine.driver)
-        self.passes = -1
-        tensors = [KvTensor(f"layer.{number}", layer, 1) for number, layer in enumerate(self.layers)]
-        memories, regions = export(machine.driver, tensors)
-        layout = EngineLayout(
-            "gpu-check",
-            f"gpu-check-{shape.layers}-{shape.words}",
-            [GroupSpec(0, "full_attention", BLOCK_SIZE)],
-            memories,
-            regions,
-            events=self.events.handles,
-        )
-        self.client = OffloadClient(path, layout, PATIENT)
-        if not self.client.wait_connected(DEADLINE_S):
-            raise TimeoutError(self.client.last_error)
-
-    # bytes
 
     def _content(self, layer: int, half: int, seeds: list[int]) -> torch.Tensor:
         base = torch.tensor(seeds, dtype=torch.int64, device=self._ramp.device).view(-1, 1) * 64 + layer * 2 + half
@@ -94,7 +77,27 @@ class KvEngine:
                 good &= (found == self._content(number, half, seeds)).all(dim=1)
         return len(blocks) - int(good.sum())
 
-    # transfers
+
+class KvEngine(KvCache):
+    """Calls are blocking."""
+
+    def __init__(self, machine: Machine, path: str, shape: Shape) -> None:
+        super().__init__(machine, shape)
+        self.events = ComputeEvents(machine.driver)
+        self.passes = -1
+        tensors = [KvTensor(f"layer.{number}", layer, 1) for number, layer in enumerate(self.layers)]
+        memories, regions = export(machine.driver, tensors)
+        layout = EngineLayout(
+            "gpu-check",
+            f"gpu-check-{shape.layers}-{shape.words}",
+            [GroupSpec(0, "full_attention", BLOCK_SIZE)],
+            memories,
+            regions,
+            events=self.events.handles,
+        )
+        self.client = OffloadClient(path, layout, PATIENT)
+        if not self.client.wait_connected(DEADLINE_S):
+            raise TimeoutError(self.client.last_error)
 
     def compute(self, blocks: list[int], seeds: list[int]) -> int:
         """Submit a pass that fills these blocks, some time later. Returns its mark."""

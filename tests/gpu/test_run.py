@@ -12,7 +12,15 @@ import pytest
 from kvevents_service import cuda
 
 SCRIPT = Path(__file__).with_name("run.sh")
-CHECKS = ["expandable_segments_are_refused", "store_evict_load", "fences_under_reuse", "killed_mid_copy", "leave"]
+CHECKS = [
+    "expandable_segments_are_refused",
+    "store_evict_load",
+    "fences_under_reuse",
+    "killed_mid_copy",
+    "leave",
+    "connector",
+    "vllm_engine",
+]
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:

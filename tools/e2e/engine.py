@@ -58,9 +58,12 @@ def make_model(path: str, kind: str) -> None:
 
 
 def start(options: argparse.Namespace) -> Any:
+    import vllm
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
+    more = json.loads(options.llm)
+    vllm.__version__ = more.pop("version", vllm.__version__)
     transfer = KVTransferConfig(
         kv_connector=options.connector,
         kv_connector_module_path=options.module,
@@ -77,7 +80,6 @@ def start(options: argparse.Namespace) -> Any:
         dtype="float32",
         max_model_len=options.max_len,
         block_size=32,
-        enable_prefix_caching=True,
         max_num_seqs=4,
         max_num_batched_tokens=options.step_tokens,
         seed=0,
@@ -87,6 +89,7 @@ def start(options: argparse.Namespace) -> Any:
         pipeline_parallel_size=options.pipeline_ranks,
         disable_log_stats=False,
         **({"kv_events_config": events} if options.pub else {}),
+        **{"enable_prefix_caching": True, **more},
     )
 
 
@@ -138,6 +141,9 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=512)
     parser.add_argument("--pub", default="")
     parser.add_argument("--replay")
+    parser.add_argument(
+        "--llm", default="{}", help="more arguments of `LLM`, as JSON; `version` is what vLLM says it is"
+    )
     options = parser.parse_args()
     if options.make:
         make_model(options.model, options.make)

@@ -12,6 +12,7 @@ import phases
 import routers
 import streams
 from phases import CROWD, CROWD_TOKENS, PREFIX, PROMPTS, Answer
+from refusals import refusals
 from stage import Engine, Home, Sidecar, Sizes
 
 Facts = dict[str, Any]
@@ -270,6 +271,25 @@ class Show:
         engine.stop()
         return min(rounds, key=lambda each: each["cpu_us_per_step"])
 
+    def trouble(self) -> Iterator[Facts]:
+        """7: what is wrong is said at start; a sidecar that hangs, with the options as they are by default."""
+        yield from refusals(self.home, self.directory)
+        sidecar = self.sidecar()
+        engine = self.engine(sidecar, extra={"sidecar": sidecar.socket})
+        right = phases.tokens(phases.play(engine))
+        with sidecar.frozen():
+            during = phases.tokens(phases.play(engine))
+        hit, freed = self._hit_again(engine), _reset(engine)
+        engine.stop()
+        sidecar.stop()
+        yield {
+            "ok": during == right and hit >= PREFIX and freed,
+            "what": "a sidecar that hangs for a while",
+            "right_tokens": during == right,
+            "hit_afterwards": hit,
+            "no_block_is_left_held": freed,
+        }
+
     @property
     def points(self) -> dict[int, Callable[[], Iterator[Facts]]]:
         return {
@@ -279,6 +299,7 @@ class Show:
             4: self.deaths,
             5: self.versions,
             6: self.overhead,
+            7: self.trouble,
         }
 
 

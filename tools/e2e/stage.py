@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,13 +57,14 @@ class Home(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of an engine: blocks of its pool, its longest prompt, tokens a step, ranks."""
+    """Of an engine: blocks of its pool, its longest prompt, tokens a step, ranks; more that `engine.py` takes."""
 
     blocks: int = 12
     max_len: int = 320
     step_tokens: int = 512
     tensor_ranks: int = 1
     pipeline_ranks: int = 1
+    llm: str = "{}"
 
 
 SMALL = Sizes()
@@ -184,6 +187,16 @@ class Sidecar:
     def kill(self) -> None:
         assert self._child is not None, "started before it is killed"
         self._child.kill()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Its process is stopped, and its connections live."""
+        assert self._child is not None, "started before it is frozen"
+        self._child.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._child.send(signal.SIGCONT)
 
     def stop(self) -> None:
         if self._child is not None and self._child.running:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import time
@@ -60,6 +61,9 @@ class Child:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
 
     def stop(self) -> int:
         """SIGTERM, SIGKILL after STOP_S; returns the exit code."""

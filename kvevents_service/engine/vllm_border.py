@@ -1,0 +1,99 @@
+"""The border between vLLM's step loop and our halves: a fault of ours ends our part, never a step of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from kvevents_service.engine.vllm_loads import LoadEnd
+from kvevents_service.engine.vllm_request import VllmRequest
+from kvevents_service.engine.vllm_scheduler import Said, SchedulerHalf, StepOutput
+from kvevents_service.engine.vllm_worker import BEFORE_ALL, WorkerHalf
+
+Result = TypeVar("Result")
+Tell = Callable[[str], None]
+"""Says it, with the exception that is being handled."""
+
+SCHEDULER_FAULT = "kvevents: a fault of ours. Nothing is offloaded until vLLM restarts, and held blocks stay held"
+WORKER_FAULT = "kvevents: a fault of ours. This rank has left the sidecar until vLLM restarts"
+
+
+class SchedulerBorder:
+    """`SchedulerHalf`'s verbs. Before `bind`, and after a fault, nothing is found and all is well.
+
+    Requests that wait for a load are told then that it has failed: vLLM computes them, in other blocks. What the
+    sidecar may still write to stays referenced for good, since our books can no longer be trusted.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self.half: SchedulerHalf | None = None
+        self._tell = tell
+        self._waiting: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<SchedulerBorder {self.half!r} waiting={len(self._waiting)}>"
+
+    def bind(self, half: SchedulerHalf) -> None:
+        self.half = half
+
+    def ask(self, otherwise: Result, verb: Callable[[SchedulerHalf], Result]) -> Result:
+        """What the half says; `otherwise` if there is none, or it fails."""
+        half = self.half
+        if half is None:
+            return otherwise
+        try:
+            return verb(half)
+        except Exception:  # noqa: BLE001  the border of the step loop: no engine ends for an offload
+            self.half = None
+            self._tell(SCHEDULER_FAULT)
+            with suppress(Exception):  # whatever is broken, this is the last that is asked of it
+                half.close()
+            return otherwise
+
+    def arrive(self, request: VllmRequest) -> None:
+        self.ask(None, lambda half: half.arrive(request))
+
+    def find(self, request: VllmRequest, local_tokens: int) -> int | None:
+        nothing: int | None = 0
+        return self.ask(nothing, lambda half: half.find(request, local_tokens))
+
+    def begin_load(self, request: VllmRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        if tokens:
+            self._waiting.add(request.request_id)
+        self.ask(None, lambda half: half.begin_load(request, tables, tokens))
+
+    def begin_step(self, output: StepOutput) -> Said:
+        said = self.ask(Said(BEFORE_ALL, {}), lambda half: half.begin_step(output))
+        if self.half is None:
+            said = said._replace(ended=dict.fromkeys(self._waiting, LoadEnd(failed=True)))
+        if said.ended:
+            self._waiting.difference_update(said.ended)
+        return said
+
+    def land_step(self, number: int) -> None:
+        self.ask(None, lambda half: half.land_step(number))
+
+    def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
+        self.ask(None, lambda half: half.finish(request, tables))
+
+    @property
+    def busy(self) -> bool:
+        return self.ask(False, lambda half: half.busy)
+
+    def reset(self) -> bool:
+        """True: nothing that was stored can be loaded any more."""
+        return self.ask(True, lambda half: half.reset())
+
+    def close(self) -> None:
+        self.ask(None, lambda half: half.close())
+
+
+def or_leave(worker: WorkerHalf, verb: Callable[[WorkerHalf], None], tell: Tell) -> None:
+    """Do this; a rank that cannot leaves the sidecar, and goes on without it."""
+    try:
+        verb(worker)
+    except Exception:  # noqa: BLE001  as above
+        tell(WORKER_FAULT)
+        with suppress(Exception):  # as above
+            worker.leave()
