@@ -108,6 +108,8 @@ def _run(config: ServeConfig) -> int:
     gc.set_threshold(GC_THRESHOLD)
 
     def announce(ready: RelayReady) -> None:
+        gc.collect()
+        gc.freeze()  # what is loaded stays: no later pass looks at it
         click.echo(msgspec.json.encode(ready).decode())
         sys.stdout.flush()
 

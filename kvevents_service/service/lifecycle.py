@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -60,8 +59,6 @@ async def run_until_signal(
         loop.add_signal_handler(number, signals.put_nowait, number)
     try:
         async with starting as service:
-            gc.collect()
-            gc.freeze()  # what was loaded stays: no later pass looks at it
             on_ready(service.ready)
             return await _run(service, signals, stop_s)
     finally:
