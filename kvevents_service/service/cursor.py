@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import zmq
 
-from kvevents_service.core.replay import Reply
+from kvevents_service.core.replay import WAIT, Reply
 from kvevents_service.service.outputs import Output
 from kvevents_service.wire.frames import REPLAY_END, Payload, replay_reply
 
@@ -42,6 +42,11 @@ class Cursor:
 
     def __repr__(self) -> str:
         return f"<Cursor {self.reply!r} in_flight={self._in_flight_bytes}>"
+
+    @property
+    def waits(self) -> bool:
+        """It is not the client that its next message waits for."""
+        return self.reply.payload() is WAIT
 
     def send_some(self) -> bool:
         """One turn; False if nothing could be sent."""

@@ -16,7 +16,7 @@ from kvevents_service.core.telling import Teller
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.renderer import Renderer
-from kvevents_service.service.replayer import EXACT_S, MAX_CLIENTS, STALL_S, Replayer
+from kvevents_service.service.replayer import CLIENT_DEADLINE_S, EXACT_S, MAX_CLIENTS, STALL_S, Replayer
 from kvevents_service.sockets import Receiver, bind
 from kvevents_service.testing import ManualClock
 from kvevents_service.wire.frames import REPLAY_END, parse_replay_reply
@@ -187,12 +187,39 @@ async def test_a_client_is_given_up_but_not_told_that_half_a_state_is_all(half: 
             if half:  # its first part, and nothing says yet that it is the last
                 recovery.rendering.render_next()
                 assert parse_replay_reply(await asyncio.wait_for(receiver.recv(), DEADLINE_S)).seq == 7
-            opened.clock.advance(STALL_S + 1)
+            opened.clock.advance(CLIENT_DEADLINE_S + 1)
             await until(lambda: opened.replayer.dropped_clients == 1)
             if not half:
                 assert await answer(receiver) == []
             socket.send_multipart([b"", seq(104)])
             assert await answer(receiver) == [104]
+
+
+async def test_time_that_we_take_is_not_held_against_a_client() -> None:
+    async with desk(first=100, renders=False) as opened:
+        recovery = opened.renderer.recovery
+        with opened.client() as socket, Receiver(socket) as receiver:
+            socket.send_multipart([b"", seq(7)])
+            await until(lambda: recovery.rendering)
+            recovery.rendering.render_next()
+            assert parse_replay_reply(await asyncio.wait_for(receiver.recv(), DEADLINE_S)).seq == 7
+            for _ in range(2):
+                opened.clock.advance(STALL_S + 1)
+                await asyncio.sleep(0.05)
+            while recovery.rendering is not None:
+                recovery.rendering.render_next()
+            assert await answer(receiver) == list(range(8, 105))
+            assert opened.replayer.dropped_clients == 0
+
+
+async def test_a_client_that_takes_nothing_is_given_up_after_a_while() -> None:
+    async with desk(batches=4000, high_water_mark=10) as opened:
+        with opened.client(high_water_mark=1) as socket:
+            socket.send_multipart([b"", seq(0)])
+            await until(lambda: opened.replayer.requests == 1)
+            await asyncio.sleep(0.3)  # until its queues are full
+            opened.clock.advance(STALL_S + 1)
+            await until(lambda: opened.replayer.dropped_clients == 1)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -201,7 +228,7 @@ async def test_a_reader_of_exact_replies_that_is_given_up_is_told_live(exact: bo
         with opened.client() as socket:
             socket.send_multipart([b"", seq(7)])
             await until(lambda: opened.renderer.recovery.rendering)
-            opened.clock.advance(STALL_S + 1)
+            opened.clock.advance(CLIENT_DEADLINE_S + 1)
             await until(lambda: opened.replayer.dropped_clients == 1)
             assert opened.due == ([0] if exact else [])
 
