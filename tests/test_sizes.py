@@ -41,7 +41,16 @@ def test_units_are_powers_of_1024(count: int, unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (17, "17 B"), (1536, "1.5 KiB"), (8 << 30, "8 GiB"), (3 << 50, "3072 TiB")]
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (17, "17 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (8 << 30, "8 GiB"),
+        (3 << 50, "3072 TiB"),
+    ],
 )
 def test_sizes_for_people(size: int, text: str) -> None:
     assert size_text(size) == text

@@ -35,6 +35,15 @@ def test_who_is_in_debt_of_bytes_waits_until_it_is_paid() -> None:
     assert allowance.admits("b", 0.0)
 
 
+def test_who_is_new_has_a_burst_of_bytes_and_so_has_who_was_silent_for_long() -> None:
+    allowance = Allowance(SLOW)
+    for now in (0.0, 1000.0):
+        allowance.spend("a", 199, now)  # of 200
+        assert allowance.admits("a", now)
+        allowance.spend("a", 2, now)
+        assert not allowance.admits("a", now)
+
+
 @pytest.mark.parametrize("limits", [SLOW._replace(requests_per_s=0.0), AllowanceLimits(0.0, 0.0)])
 def test_a_rate_of_zero_is_no_limit(limits: AllowanceLimits) -> None:
     assert admitted(Allowance(limits), "a", 0.0, 1000) == 1000
