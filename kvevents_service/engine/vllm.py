@@ -172,9 +172,9 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             or_leave(self._worker, WorkerHalf.lend_again, log.exception)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
+        self._connector_metadata = connector_metadata
         if self._worker is not None:
-            self._worker.begin(connector_metadata.said)
+            self._worker.said = connector_metadata.said
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing to wait for: a block that is copied has a reference of ours, and is not given away."""

@@ -28,7 +28,10 @@ class Rank(NamedTuple):
 
 
 class WorkerHalf:
-    """On a device a step is reported as soon as it has been given to it: the sidecar waits for its mark."""
+    """On a device a step is reported as soon as it has been given to it: the sidecar waits for its mark.
+
+    `said` is that of the step that is about to run, or runs.
+    """
 
     def __init__(self, socket_path: str, rank: Rank, device: RankDevice) -> None:
         self.client: RankClient | None = None
@@ -37,7 +40,7 @@ class WorkerHalf:
         self._device = device
         self._places: list[Place] = []
         self._computed = BEFORE_ALL
-        self._said = Said(BEFORE_ALL, {})
+        self.said = Said(BEFORE_ALL, {})
 
     def __repr__(self) -> str:
         return f"<WorkerHalf rank {self._rank.rank} of {self._rank.ranks}, step {self._computed}, {self.client!r}>"
@@ -75,13 +78,9 @@ class WorkerHalf:
 
     # steps
 
-    def begin(self, said: Said) -> None:
-        """This step is about to run."""
-        self._said = said
-
     def computed(self) -> None:
         """All of this step has been given to the device."""
-        self._computed = self._said.step
+        self._computed = self.said.step
         self._mark(self._computed)
 
     def report(self) -> int:
@@ -96,12 +95,12 @@ class WorkerHalf:
 
     def loaded(self) -> set[str]:
         """Requests whose load has ended, well or not."""
-        return set(self._said.ended)
+        return set(self.said.ended)
 
     def failed(self) -> set[str]:
         """Requests that must have other blocks: theirs may still be written to, or are of several groups."""
-        return {name for name, end in self._said.ended.items() if end.failed and not end.bad_blocks}
+        return {name for name, end in self.said.ended.items() if end.failed and not end.bad_blocks}
 
     def bad_blocks(self) -> set[int]:
         """Blocks that were to be loaded and hold nothing."""
-        return {block for end in self._said.ended.values() for block in end.bad_blocks}
+        return {block for end in self.said.ended.values() for block in end.bad_blocks}

@@ -43,7 +43,7 @@ class Both:
         assert self.client.wait_connected(LONG_S)
 
     def compute(self, step: int) -> None:
-        self.worker.begin(Said(step, {}))
+        self.worker.said = Said(step, {})
         self.worker.computed()
 
     def close(self) -> None:

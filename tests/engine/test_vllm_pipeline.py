@@ -73,7 +73,7 @@ class Pipeline(ToyVllm):
     def schedule(self, chunk: int = 16) -> Said:
         said = super().schedule(chunk)
         for stage in self.stages:
-            stage.worker.begin(said)
+            stage.worker.said = said
             for block, content in self.flights[-1].fills:
                 stage.fill(block, content)
         return said

@@ -51,7 +51,7 @@ def place(cache: torch.Tensor) -> Place:
 def test_where_steps_end_before_they_return_each_is_computed_at_once() -> None:
     worker = WorkerHalf("/nowhere", RANK, HostDevice())
     assert worker.report() < 0
-    worker.begin(Said(5, {}))
+    worker.said = Said(5, {})
     worker.computed()
     assert worker.report() == 5
 
@@ -61,7 +61,7 @@ def test_on_a_device_each_step_is_marked_and_the_last_one_again_for_a_new_client
     worker = WorkerHalf("/nowhere", RANK, device)
     worker.lend([place(torch.zeros(BLOCKS * PAGE, dtype=torch.uint8))])
     for step in (1, 2):
-        worker.begin(Said(step, {}))
+        worker.said = Said(step, {})
         worker.computed()
         assert worker.report() == step
     assert device.marks == [0, 1, 2]
@@ -69,7 +69,7 @@ def test_on_a_device_each_step_is_marked_and_the_last_one_again_for_a_new_client
     assert worker.client._marked == 2
     assert worker.take_back()
     assert device.closed == 1
-    worker.begin(Said(3, {}))
+    worker.said = Said(3, {})
     worker.computed()
     assert device.marks == [0, 1, 2], "nobody to tell"
     worker.lend_again()
@@ -84,7 +84,7 @@ def test_a_device_that_fails_ends_the_lending_and_no_step() -> None:
     worker.lend([place(torch.zeros(BLOCKS * PAGE, dtype=torch.uint8))])
     device.fault = CudaError("cuEventRecord", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
     for step in (1, 2):
-        worker.begin(Said(step, {}))
+        worker.said = Said(step, {})
         or_leave(worker, WorkerHalf.computed, told.append)
         assert worker.report() == step
     assert told == [WORKER_FAULT]
@@ -94,11 +94,11 @@ def test_a_device_that_fails_ends_the_lending_and_no_step() -> None:
 
 def test_ends_of_loads_are_passed_on() -> None:
     worker = WorkerHalf("/nowhere", RANK, HostDevice())
-    worker.begin(Said(1, {"a": LoadEnd(), "b": LoadEnd(True, (3, 4)), "c": LoadEnd(True)}))
+    worker.said = Said(1, {"a": LoadEnd(), "b": LoadEnd(True, (3, 4)), "c": LoadEnd(True)})
     assert worker.loaded() == {"a", "b", "c"}
     assert worker.failed() == {"c"}
     assert worker.bad_blocks() == {3, 4}
-    worker.begin(Said(2, {}))
+    worker.said = Said(2, {})
     assert not worker.loaded() | worker.failed()
 
 

@@ -64,7 +64,7 @@ class DeviceVllm(ToyVllm):
         said = super().schedule(chunk)
         self.marking.begun = said.step
         fills = list(self.flights[-1].fills)
-        self.worker.begin(said)
+        self.worker.said = said
         if fills:
             self.cache.machine.compute(lambda: self._fill(fills))
         else:
