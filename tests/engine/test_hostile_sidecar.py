@@ -17,6 +17,7 @@ from kvevents_service.engine.rank import RankClient, RankLayout
 from kvevents_service.engine.vllm_stats import METRICS, StatsReader
 from kvevents_service.wire.control import GroupSpec
 
+PATIENT = Timeouts(lookup_s=20.0)
 QUICK = Timeouts(lookup_s=0.02, send_s=0.01, hello_s=0.1, redial_s=0.01)
 LONG_S = 20.0
 STEPS = 60
@@ -43,9 +44,9 @@ def until(done: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-def engine(path: Path, *groups: GroupSpec, lazy: bool = False) -> ToyVllm:
+def engine(path: Path, *groups: GroupSpec, lazy: bool = False, timeouts: Timeouts = QUICK) -> ToyVllm:
     layout = EngineLayout("toy", "toy", check_groups(groups, UNIT), hash_tokens=UNIT)
-    return ToyVllm(groups, lazy=lazy, client=OffloadClient(str(path / "engine.sock"), layout, QUICK))
+    return ToyVllm(groups, lazy=lazy, client=OffloadClient(str(path / "engine.sock"), layout, timeouts))
 
 
 def play(vllm: ToyVllm) -> None:
@@ -103,10 +104,10 @@ def test_a_rank_marks_and_leaves(serve: Serve, tmp_path: Path, answer: Answer) -
 
 def test_an_end_that_nobody_waits_for_is_not_counted(serve: Serve, tmp_path: Path) -> None:
     sidecar = serve(unknown_numbers)
-    vllm = engine(tmp_path, FULL)
+    vllm = engine(tmp_path, FULL, timeouts=PATIENT)
     assert vllm.half.client.wait_connected(LONG_S)
     play(vllm)
-    until(lambda: vllm.half.collect() is None and not vllm.half.planner.book.held_blocks)
+    until(lambda: vllm.step() and not vllm.half.planner.book.held_blocks)
     assert vllm.half.stored_blocks == 0
     assert 0 < vllm.half.declined_blocks < 100
     sidecar.stop()
@@ -116,7 +117,7 @@ def test_an_end_that_nobody_waits_for_is_not_counted(serve: Serve, tmp_path: Pat
 def test_while_a_load_is_late_nothing_more_is_loaded(serve: Serve, tmp_path: Path) -> None:
     """Or a sidecar whose copies hang would get hold of every block, one request after another."""
     sidecar = serve(hits_that_never_load)
-    vllm = engine(tmp_path, FULL)
+    vllm = engine(tmp_path, FULL, timeouts=PATIENT)
     assert vllm.half.client.wait_connected(LONG_S)
     for number in range(12):
         vllm.add(f"r{number}", range(number * 50, number * 50 + 17), 1)
