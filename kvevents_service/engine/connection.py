@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import msgspec
 
+from kvevents_service.engine import nowait
 from kvevents_service.errors import SidecarGone, WireError
 from kvevents_service.wire.control import (
     LENGTH_BYTES,
@@ -42,6 +43,7 @@ class Connection:
         self._socket = sock
         self._reader = FrameReader()
         self._outbox = bytearray()
+        self._inbox = nowait.Inbox(READ_BYTES)
         self._poll_out = select.poll()
         self._poll_out.register(sock, select.POLLOUT)
 
@@ -82,9 +84,7 @@ class Connection:
 
     def _try_send(self, data: bytearray) -> int:
         try:
-            return self._socket.send(data)
-        except BlockingIOError:
-            return 0
+            return nowait.send(self._socket.fileno(), data)
         except OSError as error:
             raise SidecarGone(f"the sidecar closed the connection ({error.strerror})") from error
 
@@ -120,11 +120,11 @@ class Connection:
     def _read(self) -> bytes:
         """What has arrived, at most READ_BYTES; empty if nothing has. SidecarGone on EOF."""
         try:
-            data = self._socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return b""
+            data = self._inbox.recv(self._socket.fileno())
         except OSError as error:
             raise SidecarGone(f"the connection broke ({error.strerror})") from error
+        if data is None:
+            return b""
         if not data:
             raise SidecarGone("the sidecar closed the connection")
         return data

@@ -109,7 +109,8 @@ class Line:
 
     def _await(self, call_id: int, spin_until: float, deadline: float) -> Answer | None:
         while True:
-            self.collect()
+            if self._awaited.get(call_id) is None:
+                self.collect()
             answer, link = self._awaited.get(call_id), self.link
             if answer is not None or link is None or call_id not in self._awaited:
                 return answer
@@ -161,16 +162,23 @@ class Line:
 
     def take_ended(self, wait_s: float) -> list[Completion]:
         """What has ended since the last time. Waits up to `wait_s` for a first one."""
+        ended = self._take()
+        if ended or wait_s <= 0:
+            return ended
         deadline = time.monotonic() + wait_s
-        while True:
-            with self.lock:
-                self.collect()
-                ended, self._ended = self._ended, []
-                link = self.link or next(iter(self._hung_up), None)
-            left = deadline - time.monotonic()
-            if ended or left <= 0 or link is None:
-                return ended
+        while not ended and (left := deadline - time.monotonic()) > 0:
+            link = self.link or next(iter(self._hung_up), None)
+            if link is None:
+                break
             link.connection.wait(left)
+            ended = self._take()
+        return ended
+
+    def _take(self) -> list[Completion]:
+        with self.lock:
+            self.collect()
+            ended, self._ended = self._ended, []
+            return ended
 
     # the ends of links
 

@@ -38,6 +38,7 @@ class Track:
     __slots__ = (
         "computed",
         "confirmed",
+        "ending",
         "lives",
         "offered",
         "patience",
@@ -54,6 +55,7 @@ class Track:
         self.walks = [KeyWalk(view.identity, each.block_size) for each in spans]
         self.offered = [0] * len(spans)
         self.confirmed = self.computed = self.lives = 0
+        self.ending = False
         self.states: list[State] = []
         self.unsent: list[State] = []
         self.patience = Patience()
@@ -66,8 +68,10 @@ class Track:
         self.computed = max(self.computed, computed, tokens)
 
     def rewind(self) -> None:
-        """Offer everything again."""
+        """Offer everything again. Not if it is ending: what was offered may be freed."""
         self.lives += 1
+        if self.ending:
+            return
         self.offered = [0] * len(self.offered)
         self.unsent = list(self.states)
 
@@ -132,6 +136,14 @@ class EagerPlanner(Planner[EagerClaim]):
     def preempt(self, request_id: str) -> None:
         super().preempt(request_id)
         self._forget(request_id)
+
+    def ending(self, request_id: str) -> Sequence[int] | None:
+        track = self._tracks.get(request_id)
+        if track is None:
+            return None
+        self._due.pop(request_id, None)
+        track.ending = True
+        return track.offered
 
     def finish(self, request_id: str, tokens: int = 0, computed: int = 0) -> None:
         super().finish(request_id)
@@ -252,7 +264,7 @@ class EagerPlanner(Planner[EagerClaim]):
 
     def _rewind(self, track: Track) -> None:
         track.rewind()
-        if self._tracks.get(track.view.request_id) is track:
+        if not track.ending and self._tracks.get(track.view.request_id) is track:
             self._due[track.view.request_id] = track
 
     def offer_all_again(self) -> None:

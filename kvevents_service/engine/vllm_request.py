@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvevents_service.engine.identity import Identity, MediaItem
+from kvevents_service.engine.identity import PLAIN, Identity, MediaItem
 from kvevents_service.engine.spans import RequestView
 
 
@@ -41,6 +41,8 @@ def known_tokens(request: VllmRequest) -> int:
 def identity_of(request: VllmRequest, digest: EmbedsDigest) -> Identity:
     """What tells its token ids apart from equal ones."""
     lora = request.lora_request
+    if lora is None and not request.mm_features and request.cache_salt is None and request.prompt_embeds is None:
+        return PLAIN
     media = [
         MediaItem(item.identifier, item.mm_position.offset, item.mm_position.length) for item in request.mm_features
     ]

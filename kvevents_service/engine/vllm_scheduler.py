@@ -30,6 +30,8 @@ IDLE_WAIT_S = 0.001
 LINGER_S = 1.0
 """How long vLLM is asked to run empty steps for stores that are under way."""
 RESET_RETRY_S = 1.0
+LOOK_STEPS = 4
+"""Every so many steps it is looked which stores have ended: one look takes in several."""
 
 
 class StepOutput(Protocol):
@@ -109,7 +111,6 @@ class SchedulerHalf:
 
     def arrive(self, request: VllmRequest) -> None:
         """A request is new."""
-        self.collect()
         if not (self._void or request.skip_reading_prefix_cache):
             self.loads.ask_early(request)
 
@@ -133,7 +134,11 @@ class SchedulerHalf:
     def begin_step(self, output: StepOutput) -> Said:
         """This is scheduled now. Says to the sidecar what earlier steps have computed."""
         self._step += 1
-        self.collect(0.0 if output.total_num_scheduled_tokens else IDLE_WAIT_S)
+        if not output.total_num_scheduled_tokens:
+            self.collect(IDLE_WAIT_S)
+        elif self._step % LOOK_STEPS == 0 or self.loads.under_way or self.planner.book.crowded:
+            self.collect()
+        self._greet()
         for request_id in output.preempted_req_ids or ():
             self._preempt(request_id)
         self._flights.begin(self._step, list(self._shares(output)))
@@ -145,6 +150,9 @@ class SchedulerHalf:
         """Take in what has ended in the sidecar. Waits up to `wait_s` if something is under way."""
         if self._under_way:
             self._settle(self.client.poll(wait_s))
+
+    def _greet(self) -> None:
+        """Another sidecar is there: it knows none of our blocks."""
         registrations = self.client.counters["registrations"]
         if registrations != self._registrations:
             self._registrations = registrations
@@ -156,12 +164,14 @@ class SchedulerHalf:
         return self._open_steps > 0 or self.loads.under_way
 
     def _settle(self, done: Completions) -> None:
-        self._open_steps -= len(done.steps)
-        self.planner.settle(done.steps)
-        self.stored_blocks += sum(end.stored for end in done.steps)
-        self.declined_blocks += sum(end.declined for end in done.steps)
-        self.loads.settle(done.loads)
-        self.loads.expire()
+        if done.steps:
+            self._open_steps -= len(done.steps)
+            self.planner.settle(done.steps)
+            self.stored_blocks += sum(end.stored for end in done.steps)
+            self.declined_blocks += sum(end.declined for end in done.steps)
+        if self.loads.under_way:
+            self.loads.settle(done.loads)
+            self.loads.expire()
 
     def _say(self) -> None:
         """One message. What it offers is held from here on."""
@@ -252,11 +262,22 @@ class SchedulerHalf:
             self.planner.finish(request_id)
             return
         life.over = True
-        held = [block for table in tables for block in table if block != NULL_BLOCK] if life.flights else []
-        self._pool.touch(held)
+        held = self._still_needed(request_id, tables) if life.flights else []
         life.ending = Ending(known_tokens(request), request.num_computed_tokens, held)
         self._endings += 1
         self._end(life)
+
+    def _still_needed(self, request_id: str, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Hold the blocks that will be offered at the request's end."""
+        firsts = self.planner.ending(request_id) or [0] * len(tables)
+        held = [
+            block
+            for table, first in zip(tables, firsts, strict=True)
+            for block in table[first:]
+            if block != NULL_BLOCK
+        ]
+        self._pool.touch(held)
+        return held
 
     def _end(self, life: Life) -> None:
         """Offer what is left of it, once no running step writes to it any more."""

@@ -4,6 +4,7 @@ import pytest
 from engine.vllm_toy import FULL, UNIT, WINDOW, Pool, Request, ToyVllm
 
 from kvevents_service.engine.offers import make_offer
+from kvevents_service.engine.vllm_scheduler import LOOK_STEPS
 
 PROMPT = list(range(20))
 
@@ -18,6 +19,8 @@ def stored(vllm: ToyVllm) -> int:
 
 def evict(vllm: ToyVllm) -> None:
     """The engine's own cache forgets everything."""
+    vllm.client.end_copies()
+    vllm.half.collect()
     assert vllm.pool.reset()
 
 
@@ -110,6 +113,70 @@ def test_a_request_that_ends_before_its_report_is_held_and_stored() -> None:
     assert vllm.half.busy
     vllm.drain()
     assert stored(vllm) == 4
+
+
+def ended_in_flight(blocks: int = 41) -> ToyVllm:
+    """The request "r" has ended, a step of it runs, and its first four blocks are being copied."""
+    vllm = ToyVllm(blocks=blocks, lag=1)
+    vllm.add("r", PROMPT[:16], 2)
+    for _ in range(3):
+        vllm.step()
+    assert "r" not in vllm.requests
+    assert vllm.client.copies.pending[0].blocks == 4
+    return vllm
+
+
+def test_what_was_offered_before_an_end_is_held_once() -> None:
+    vllm = ended_in_flight()
+    assert [block.ref_cnt for block in vllm.pool.blocks if block.ref_cnt] == [1] * 5
+    vllm.drain()
+    assert stored(vllm) == 4
+
+
+def test_a_step_that_is_lost_while_its_request_ends_is_not_offered_again() -> None:
+    vllm = ended_in_flight()
+    vllm.client.end_copy(good=False)
+    vllm.half.collect()
+    assert used(vllm.pool) == 1
+    vllm.drain()
+    assert stored(vllm) == 0
+
+
+def test_stores_that_have_ended_are_looked_for_now_and_then() -> None:
+    vllm = ToyVllm(blocks=200)
+    vllm.add("r", PROMPT[:16], 40)
+    for _ in range(2):
+        vllm.step()
+    vllm.client.end_copies()
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == 4
+    for _ in range(LOOK_STEPS):
+        vllm.step()
+    assert vllm.half.planner.book.held_blocks < 4
+    vllm.drain()
+
+
+def test_many_held_blocks_are_looked_for_in_every_step() -> None:
+    vllm = ToyVllm(blocks=15)
+    vllm.add("r", PROMPT[:16], 20)
+    for _ in range(2):
+        vllm.step()
+    vllm.client.end_copies()
+    assert vllm.half.planner.book.held_blocks == 4
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == 0
+    vllm.drain()
+
+
+def test_ends_of_requests_are_told_with_the_next_offer() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT[:16], 0)
+    sent = vllm.client._ids
+    vllm.add("other", PROMPT[:3], 0)
+    vllm.drain()
+    assert vllm.client._ids == sent, "nothing to offer"
+    serve(vllm, "third", [40 + token for token in PROMPT], 0)
+    assert not vllm.half.planner._finished[1:]
 
 
 def test_an_aborted_request_offers_only_what_was_computed() -> None:
