@@ -1,7 +1,8 @@
 """send and recv of a socket that never wait, and keep the GIL.
 
-Python's own give the GIL up for the length of the call. Another thread of the engine then takes it, such as the one
-that publishes vLLM's events, and a call of some microseconds takes as long as that thread likes. ctypes' PyDLL does not.
+Python's own give the GIL up for the length of the call. Another thread of the engine then takes it, such as the
+one that publishes vLLM's events, and a call of some microseconds takes as long as that thread likes. ctypes' PyDLL
+does not give it up.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class SchedulerHalf:
         self._fine_unit = unit if rules.hits.fine else 0
         spans = [Spans(group, unit) for group in groups]
         self._stored = [each for each in spans if each.group.cacheable]
+        self._step_blocks = sum(rules.step_tokens // each.block_size + 1 for each in spans)
         self._lazy = rules.lazy
         self._prefix_only = all(each.group.kind in PREFIX_KINDS for each in self._stored)
         self._grain = gcd(*(each.block_size for each in self._stored))
@@ -91,7 +92,8 @@ class SchedulerHalf:
         self.loads = Loads(client, groups, unit, self._pool, rules.hits, clock)
         self._requests: dict[str, VllmRequest] = {}
         self._lives: dict[str, Life] = {}
-        self._endings = self._open_steps = self._step = 0
+        self._ending: dict[str, Life] = {}
+        self._open_steps = self._step = 0
         self._said_at = self._reset_at = -LINGER_S
         self._registrations = 0
         self._void = False
@@ -136,7 +138,7 @@ class SchedulerHalf:
         self._step += 1
         if not output.total_num_scheduled_tokens:
             self.collect(IDLE_WAIT_S)
-        elif self._step % LOOK_STEPS == 0 or self.loads.under_way or self.planner.book.crowded:
+        elif self._under_way and self._look_due():
             self.collect()
         self._greet()
         for request_id in output.preempted_req_ids or ():
@@ -157,6 +159,12 @@ class SchedulerHalf:
         if registrations != self._registrations:
             self._registrations = registrations
             self.planner.offer_all_again()
+
+    def _look_due(self) -> bool:
+        """Somebody waits for a load or for blocks, or it has been a while."""
+        if self._step % LOOK_STEPS == 0 or self.loads.under_way or self.planner.book.crowded:
+            return True
+        return self._pool.free_blocks < self._step_blocks
 
     @property
     def _under_way(self) -> bool:
@@ -206,6 +214,8 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        if request_id in self._ending:  # the id is in use again
+            self._close(self._ending[request_id], 0, 0)
         life = self._lives[request_id] = Life(request, [[] for _ in block_ids])
         life.grow(block_ids)
         self.planner.admit(view_of(request, self._digest, self._fine_unit), life.tables)
@@ -264,7 +274,7 @@ class SchedulerHalf:
         life.over = True
         held = self._still_needed(request_id, tables) if life.flights else []
         life.ending = Ending(known_tokens(request), request.num_computed_tokens, held)
-        self._endings += 1
+        self._ending[request_id] = life
         self._end(life)
 
     def _still_needed(self, request_id: str, tables: Sequence[Sequence[int]]) -> list[int]:
@@ -272,7 +282,7 @@ class SchedulerHalf:
         firsts = self.planner.ending(request_id) or [0] * len(tables)
         held = [
             block
-            for table, first in zip(tables, firsts, strict=True)
+            for table, first in zip(tables, firsts, strict=False)  # a preempted one has no tables
             for block in table[first:]
             if block != NULL_BLOCK
         ]
@@ -282,20 +292,25 @@ class SchedulerHalf:
     def _end(self, life: Life) -> None:
         """Offer what is left of it, once no running step writes to it any more."""
         if life.ending is not None and not life.flights:
-            tokens, computed, held = life.ending
-            life.ending = None
-            self._endings -= 1
+            tokens, computed, _ = life.ending
             if self._lazy:
                 self._record(life, tokens)
-            self.planner.finish(life.request.request_id, tokens, computed)
-            self._pool.free(held[::-1])
+            self._close(life, tokens, computed)
+
+    def _close(self, life: Life, tokens: int, computed: int) -> None:
+        """Offer what is left of so many tokens, or of what was confirmed, and hold no more."""
+        request_id, ending, life.ending = life.request.request_id, life.ending, None
+        del self._ending[request_id]
+        self.planner.finish(request_id, tokens, computed)
+        if ending is not None:
+            self._pool.free(ending.block_ids[::-1])
 
     # all of it
 
     @property
     def busy(self) -> bool:
         """Empty steps would bring something to its end."""
-        if self._endings:
+        if self._ending:
             return True
         return self._under_way and self._clock() - self._said_at < LINGER_S
 

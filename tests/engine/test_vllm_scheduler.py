@@ -126,6 +126,27 @@ def ended_in_flight(blocks: int = 41) -> ToyVllm:
     return vllm
 
 
+def test_a_request_may_be_preempted_and_aborted_before_its_step_ends() -> None:
+    vllm = ToyVllm(lag=1)
+    vllm.add("r", PROMPT, 0)
+    vllm.schedule(1)
+    vllm.preempt("r")
+    vllm.abort("r")
+    vllm.drain()
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_an_id_may_be_used_again_while_a_step_of_its_first_request_runs(length: int) -> None:
+    vllm = ToyVllm((FULL, WINDOW), lag=1)
+    vllm.add("r", PROMPT[:4], 0)
+    vllm.schedule()
+    vllm.run()
+    assert "r" not in vllm.requests
+    vllm.add("r", PROMPT[:length], 0)
+    vllm.drain()
+    assert stored(vllm) == (length == 4)
+
+
 def test_what_was_offered_before_an_end_is_held_once() -> None:
     vllm = ended_in_flight()
     assert [block.ref_cnt for block in vllm.pool.blocks if block.ref_cnt] == [1] * 5
@@ -165,6 +186,19 @@ def test_many_held_blocks_are_looked_for_in_every_step() -> None:
     assert vllm.half.planner.book.held_blocks == 4
     vllm.step()
     assert vllm.half.planner.book.held_blocks == 0
+    vllm.drain()
+
+
+def test_held_blocks_are_looked_for_when_the_engine_runs_out_of_others() -> None:
+    vllm = ToyVllm()
+    vllm.add("r", PROMPT[:16], 20)
+    for _ in range(2):
+        vllm.step()
+    vllm.client.end_copies()
+    taken = [vllm.pool.allocate() for _ in range(27)]
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == 0
+    vllm.pool.free_blocks(taken)
     vllm.drain()
 
 

@@ -90,6 +90,9 @@ class Pool:
             if not block.ref_cnt:
                 self.queue[block] = None
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.queue)
+
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Block] | None:
         found = [self.cached.get(key(block_hash, group)) for group in kv_cache_group_ids]
         return None if None in found else [block for block in found if block is not None]

@@ -1,6 +1,6 @@
 """Point 6: the time that a step spends in the connector's hooks, ours and vLLM's SimpleCPUOffloadConnector's.
 
-Three engines stand at the same time, each on one core, and answer the same prompts in turns, new ones in each round.
+Three engines stand at the same time, all on one core, and answer the same prompts in turns, new ones in each round.
 The third one's connector does nothing: what it shows is taken off, as the cost of measuring. The sidecar has the
 other core, and so have the other connector's copies. Rounds measure by the clock, or the thread's time on a core.
 """
