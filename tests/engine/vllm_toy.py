@@ -545,8 +545,11 @@ class ToyVllm:
         for _ in range(400):
             self.client.end_copies()
             self.schedule()
+            stuck = len(self.running) > 1 and not self.flights[-1].parts
             while self.flights:
                 self.run()
+            if stuck and self.running:  # there is no room for any of them: vLLM takes that of the last one
+                self.preempt(self.running[-1].request_id)
             self.clock.advance(1.0)
             if not self.requests and not self.half.busy and not self.client.copies.pending:
                 break
