@@ -266,6 +266,7 @@ class SchedulerHalf:
         """It has ended, and its blocks are freed behind this call: those that will be offered are held."""
         request_id = request.request_id
         self._requests.pop(request_id, None)
+        self._said_at = self._clock()  # its stores may have ended unseen: an idle engine looks for a moment
         self.loads.forget(request_id)
         life = self._lives.pop(request_id, None)
         if life is None:
