@@ -1,9 +1,12 @@
 # `make demo` and `make test` need only Linux, python3 (3.11+) and make: they set up .venv by themselves.
 PYTHON ?= python3
 BIN := .venv/bin
+# How many tests run at a time: each starts processes of its own.
+JOBS ?= auto
+PYTEST := .venv/bin/pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.ready
 
-.PHONY: demo test check bench oracle interop e2e docker-check schema clean setup
+.PHONY: demo test check bench oracle interop e2e soak fuzz docker-check schema clean setup
 
 setup: $(STAMP)
 
@@ -11,17 +14,18 @@ $(STAMP): pyproject.toml tools/setup_venv.sh
 	@PYTHON=$(PYTHON) bash tools/setup_venv.sh
 	@touch $@
 
+# DEMO="--tier cpu+disk" make demo: more of `kvevents demo --help`.
 demo: $(STAMP)
-	@$(BIN)/kvevents demo
+	@$(BIN)/kvevents demo $(DEMO)
 
 test: $(STAMP)
-	@$(BIN)/pytest
+	@$(PYTEST)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/pytest --cov=kvevents_service --cov-report=term:skip-covered
+	@$(PYTEST) --cov=kvevents_service --cov-report=term:skip-covered
 	@$(BIN)/python tools/check_docs.py
 
 bench: $(STAMP)
@@ -32,10 +36,22 @@ oracle: $(STAMP)
 	@$(BIN)/python tools/oracle.py "$(ORACLE)"
 
 # INTEROP=DIR make interop: DIR keeps the real routers' virtual environments (0.4 GB from package registries).
+# ENGINE=DIR: DIR has venv/bin/python with vLLM for CPU, and model; without it the rows of the relay are left out.
 INTEROP ?= .interop
 interop: $(STAMP)
 	@PYTHON=$(PYTHON) bash tools/interop/setup.sh "$(INTEROP)"
-	@$(BIN)/python tools/interop "$(INTEROP)"
+	@$(BIN)/python tools/interop "$(INTEROP)" $(if $(ENGINE),--engine "$(ENGINE)")
+
+# SOAK_S=90 make soak: seconds of traffic; the comparison at the end comes on top.
+SOAK_S ?= 540
+soak: $(STAMP)
+	@$(BIN)/python -m tools.soak --seconds $(SOAK_S)
+
+# FUZZ_N=20000 FUZZ_SEED=7 make fuzz: how many bad inputs, and which.
+FUZZ_N ?= 1000000
+FUZZ_SEED ?= 1
+fuzz: $(STAMP)
+	@$(BIN)/python -m tools.fuzz --inputs $(FUZZ_N) --seed $(FUZZ_SEED)
 
 # Replays docker/Dockerfile without Docker; root and Linux. DOCKER_ARGS: as --build-arg NAME=VALUE.
 docker-check: $(STAMP)

@@ -12,7 +12,7 @@ import time
 
 NAMES = (
     *("engine_step", "sidecar_step", "events_cost", "publish", "decode", "replay", "subscribers", "lookup"),
-    *("index_memory", "copy", "copy_disk"),
+    *("index_memory", "copy", "copy_disk", "relay"),
 )
 
 

@@ -101,11 +101,11 @@ def _rounded(value: Any) -> Any:
 
 
 def ask_peer(*arguments: object) -> dict[str, Any] | None:
-    """Run peer_vllm.py in the oracle's environment; None where ORACLE is not set."""
+    """Run peer_vllm.py in the oracle's environment, without our modules; None where ORACLE is not set."""
     oracle = os.environ.get("ORACLE")
     if not oracle:
         return None
-    command = [str(Path(oracle) / "bin" / "python"), str(PEER_SCRIPT), *map(str, arguments)]
+    command = [str(Path(oracle) / "bin" / "python"), "-P", str(PEER_SCRIPT), *map(str, arguments)]
     note(f"peer: {' '.join(command[1:])}")
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=PEER_DEADLINE_S)
     answer: dict[str, Any] = msgspec.json.decode(done.stdout.splitlines()[-1])

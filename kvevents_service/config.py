@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, expect
+from kvevents_service.nats_config import NatsConfig
 from kvevents_service.sockets import is_local, overlap
+from kvevents_service.source_config import SourceConfig
 from kvevents_service.topics import filled_in
 from kvevents_service.wire.dialects import DIALECTS
 
@@ -43,6 +45,7 @@ class TierSettings(NamedTuple):
     max_blocks: int | None = None
     directory: str | None = None
     page_cache: bool = False
+    keep: bool = False
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,24 +63,24 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hash_salt_file: str | None = None
 
     def __post_init__(self) -> None:
-        _expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
+        expect(self.dialect in DIALECTS, "dialect", f"one of {', '.join(DIALECTS)}")
         self._check_secrets()
-        _expect(0 <= self.dp_rank <= MAX_INT32, "dp_rank", f"a whole number from 0 to {MAX_INT32}")
+        expect(0 <= self.dp_rank <= MAX_INT32, "dp_rank", f"a whole number from 0 to {MAX_INT32}")
         takes_id = self.snapshot is None or DIALECTS[self.dialect].publisher_id
-        _expect(takes_id, "snapshot", f"dialect {_SNAPSHOT_DIALECTS}, not {self.dialect}, or no snapshot endpoint")
+        expect(takes_id, "snapshot", f"dialect {_SNAPSHOT_DIALECTS}, not {self.dialect}, or no snapshot endpoint")
 
     def _check_secrets(self) -> None:
         for setting in ("curve_secret_file", "curve_allowed_keys_file", "hash_salt_file"):
             path = getattr(self, setting)
-            _expect(path is None or _is_path(path), setting, "a file")
+            expect(path is None or _is_path(path), setting, "a file")
         secret, allowed = self.curve_secret_file is not None, self.curve_allowed_keys_file is not None
-        _expect(allowed or not secret, "curve_allowed_keys_file", "a file, as curve_secret_file is set")
-        _expect(secret or not allowed, "curve_secret_file", "a file, as curve_allowed_keys_file is set")
+        expect(allowed or not secret, "curve_allowed_keys_file", "a file, as curve_secret_file is set")
+        expect(secret or not allowed, "curve_secret_file", "a file, as curve_allowed_keys_file is set")
         finds_by, name = DIALECTS[self.dialect].finds_by, self.dialect
         found = finds_by != "token_ids" or not self.redact_tokens
-        _expect(found, "redact_tokens", f"false with dialect {name}: its readers find prompts by token ids")
+        expect(found, "redact_tokens", f"false with dialect {name}: its readers find prompts by token ids")
         found = finds_by != "block_hashes" or self.hash_salt_file is None
-        _expect(found, "hash_salt_file", f"nothing with dialect {name}: its readers compute the engine's hashes")
+        expect(found, "hash_salt_file", f"nothing with dialect {name}: its readers compute the engine's hashes")
 
     @property
     def encrypted(self) -> bool:
@@ -96,6 +99,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `host_bytes` is the size of the CPU tier (1 GiB if nothing is said). With `disk_path`, a directory, and
     `disk_bytes` the tier is a file there instead; with `host_bytes` besides, there are both, the disk behind the
     host's memory. `host_blocks` and `disk_blocks` cap a tier in blocks.
+    `disk_keep`: the file stays when the sidecar ends, and its blocks are found again by the next one.
     Copies to and from the file go around the page cache where the file system can, unless `disk_page_cache`.
     `copy_threads` copy in each direction; if nothing is said 2, or 1 on a machine of fewer than 4 cores.
     `host_hugetlb` takes the tier's memory from the huge pages that the system has set aside.
@@ -105,6 +109,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `requests_per_s` and `answer_bytes_per_s` bound what each host may ask of replay and snapshot endpoints.
     `curve_secret_file` and `curve_allowed_keys_file`: see `curve`. `redact_tokens`: stores have no token ids;
     `hash_salt_file`: block hashes are mapped one way. See docs/security.md.
+    `nats` are outputs on NATS JetStream, besides: see `nats_config`.
+    `sources` are engines' own streams to relay, one a rank: see `source_config`.
     `admin` is HOST:PORT for metrics and probes; "auto" takes 127.0.0.1:9470, or any free port where that is taken.
     """
 
@@ -117,6 +123,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk_bytes: int | None = None
     disk_blocks: int | None = None
     disk_page_cache: bool = False
+    disk_keep: bool = False
     pub: str = "tcp://127.0.0.1:5557"
     replay: str | None = "tcp://127.0.0.1:5558"
     snapshot: str | None = None
@@ -128,6 +135,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     redact_tokens: bool = False
     hash_salt_file: str | None = None
     outputs: tuple[OutputConfig, ...] = ()
+    nats: tuple[NatsConfig, ...] = ()
+    sources: tuple[SourceConfig, ...] = ()
     labels: dict[str, str] = {}
     heartbeat_s: float = 2.0
     state_dir: str | None = None
@@ -145,33 +154,67 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         self._check_tier()
         threads = self.copy_threads
-        _expect(threads is None or 0 < threads <= MAX_COPY_THREADS, "copy_threads", f"1 to {MAX_COPY_THREADS}")
+        expect(threads is None or 0 < threads <= MAX_COPY_THREADS, "copy_threads", f"1 to {MAX_COPY_THREADS}")
         for setting in ("retained_batches", "retained_bytes", "send_high_water_mark"):
-            _expect(getattr(self, setting) > 0, setting, "a positive whole number")
+            expect(getattr(self, setting) > 0, setting, "a positive whole number")
         for setting in ("requests_per_s", "answer_bytes_per_s"):
-            _expect(0 <= getattr(self, setting) < float("inf"), setting, "a number; 0 is no limit")
+            expect(0 <= getattr(self, setting) < float("inf"), setting, "a number; 0 is no limit")
         beats = self.heartbeat_s == 0 or MIN_HEARTBEAT_S <= self.heartbeat_s <= 3600
-        _expect(beats, "heartbeat_s", f"seconds from {MIN_HEARTBEAT_S} to 3600; 0 is off")
-        _expect(self.send_high_water_mark <= MAX_INT32, "send_high_water_mark", f"at most {MAX_INT32}")
-        _expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
-        _expect(self.log_level in LOG_LEVELS, "log_level", f"one of {', '.join(LOG_LEVELS)}")
-        _expect(self.log_format in LOG_FORMATS, "log_format", f"one of {', '.join(LOG_FORMATS)}")
+        expect(beats, "heartbeat_s", f"seconds from {MIN_HEARTBEAT_S} to 3600; 0 is off")
+        expect(self.send_high_water_mark <= MAX_INT32, "send_high_water_mark", f"at most {MAX_INT32}")
+        expect(0 < self.stop_s <= 3600, "stop_s", "seconds between 0 and 3600")
+        expect(self.log_level in LOG_LEVELS, "log_level", f"one of {', '.join(LOG_LEVELS)}")
+        expect(self.log_format in LOG_FORMATS, "log_format", f"one of {', '.join(LOG_FORMATS)}")
         self._check_admin()
-        _expect(_is_path(self.engine_socket), "engine_socket", "a path")
-        _expect(len(os.fsencode(self.engine_socket)) < 108, "engine_socket", "a path of at most 107 bytes")
-        _expect(self.state_dir is None or _is_path(self.state_dir), "state_dir", "a directory")
+        expect(_is_path(self.engine_socket), "engine_socket", "a path")
+        expect(len(os.fsencode(self.engine_socket)) < 108, "engine_socket", "a path of at most 107 bytes")
+        expect(self.state_dir is None or _is_path(self.state_dir), "state_dir", "a directory")
         for place, output in self._placed_outputs():
             topic_bytes = len(output.topic.encode(errors="replace"))
             fits = _is_text(output.topic) and topic_bytes <= MAX_TOPIC_BYTES
-            _expect(fits, f"{place}topic", f"at most {MAX_TOPIC_BYTES} bytes of UTF-8")
+            expect(fits, f"{place}topic", f"at most {MAX_TOPIC_BYTES} bytes of UTF-8")
         for name, endpoint, output in self._named_endpoints():
             self._check_endpoint(name, endpoint, open_to_all=not output.encrypted)
         self._check_overlaps()
+        self._check_nats()
+        self.ranked_sources()
+
+    def ranked_sources(self) -> dict[int, SourceConfig]:
+        """By rank, ranges expanded. Two of one rank would be two caches that readers take for one."""
+        found: dict[int, SourceConfig] = {}
+        for number, table in enumerate(self.sources):
+            for rank, source in table.expanded():
+                expect(rank not in found, f"sources[{number}].dp_rank", f"another rank than {rank}, which is taken")
+                found[rank] = source
+        return found
 
     @property
     def event_outputs(self) -> list[OutputConfig]:
         """Every output, its topic filled in."""
         return [output for _, output in self._placed_outputs()]
+
+    @property
+    def nats_outputs(self) -> list[NatsConfig]:
+        """Every output on NATS, its subject filled in."""
+        return [output for _, output in self._placed_nats()]
+
+    def _placed_nats(self) -> Iterator[tuple[str, NatsConfig]]:
+        models = dict([("model", source.model) for source in self.sources if source.model])
+        for number, table in enumerate(self.nats):
+            try:
+                yield f"nats[{number}].", table.placed(models | self.labels, os.environ)
+            except ConfigError as error:
+                raise ConfigError(f"nats[{number}].{error.setting}", error.expected) from error
+
+    def _check_nats(self) -> None:
+        """Two on one subject would be two streams that readers take for one."""
+        taken: set[str] = set()
+        for place, output in self._placed_nats():
+            local = self.allow_remote or output.local
+            expected = "a loopback address, tls://, or --allow-remote: events carry prompt tokens"
+            expect(local, f"{place}servers", expected)
+            expect(output.subject not in taken, f"{place}subject", f"another than {output.subject}, which is taken")
+            taken.add(output.subject)
 
     def _placed_outputs(self) -> Iterator[tuple[str, OutputConfig]]:
         """Every output, its topic filled in, with what stands before the names of its settings."""
@@ -188,7 +231,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         taken: list[tuple[str, str]] = []
         for name, endpoint, _ in self._named_endpoints():
             for other, bound in taken:
-                _expect(not overlap(endpoint, bound), name, f"an endpoint other than {other}'s {bound}")
+                expect(not overlap(endpoint, bound), name, f"an endpoint other than {other}'s {bound}")
             taken.append((name, endpoint))
 
     def _named_endpoints(self) -> Iterator[tuple[str, str, OutputConfig]]:
@@ -200,16 +243,17 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _check_tier(self) -> None:
         disk = self.disk_path is not None
         for setting in ("disk_bytes", "disk_blocks"):
-            _expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
-        _expect(disk or not self.disk_page_cache, "disk_path", "a directory, as disk_page_cache is set")
+            expect(disk or getattr(self, setting) is None, "disk_path", f"a directory, as {setting} is set")
+        for setting in ("disk_page_cache", "disk_keep"):
+            expect(disk or not getattr(self, setting), "disk_path", f"a directory, as {setting} is set")
         if self.disk_path is not None:
-            _expect(_is_path(self.disk_path), "disk_path", "a directory")
-            _expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
+            expect(_is_path(self.disk_path), "disk_path", "a directory")
+            expect(self.disk_bytes is not None, "disk_bytes", "the size of the tier, as disk_path is set")
             expected = "the size of a tier in front of the disk, as host_blocks is set"
-            _expect(bool(self.host_bytes) or self.host_blocks is None, "host_bytes", expected)
+            expect(bool(self.host_bytes) or self.host_blocks is None, "host_bytes", expected)
         for setting in ("disk_bytes", "disk_blocks", "host_blocks", "host_bytes"):
             value, least = getattr(self, setting), 0 if disk and setting == "host_bytes" else 1
-            _expect(value is None or value >= least, setting, "a positive whole number")
+            expect(value is None or value >= least, setting, "a positive whole number")
 
     @property
     def tiers(self) -> tuple[TierSettings, ...]:
@@ -218,37 +262,32 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.disk_path is None:
             return (host,)
         limits = self.disk_bytes or 0, self.disk_blocks, self.disk_path
-        disk = TierSettings("disk", *limits, page_cache=self.disk_page_cache)
+        disk = TierSettings("disk", *limits, page_cache=self.disk_page_cache, keep=self.disk_keep)
         return (host, disk) if self.host_bytes else (disk,)
 
     def _check_admin(self) -> None:
         if self.admin in (ADMIN_AUTO, ADMIN_OFF):
             return
-        _expect(_is_text(self.admin) and _is_path(self.admin), "admin", "HOST:PORT, auto or off")
+        expect(_is_text(self.admin) and _is_path(self.admin), "admin", "HOST:PORT, auto or off")
         _check_address("admin", self.admin)
         local = self.allow_remote or is_local(self.admin)
-        _expect(local, "admin", "a loopback address, or --allow-remote: it shows what the sidecar does")
+        expect(local, "admin", "a loopback address, or --allow-remote: it shows what the sidecar does")
 
     def _check_endpoint(self, setting: str, endpoint: str, *, open_to_all: bool) -> None:
-        _expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
-        _expect(_is_text(endpoint) and _is_path(endpoint), setting, "an endpoint in UTF-8, without NUL")
+        expect(endpoint.startswith(SCHEMES), setting, f"an endpoint that starts with {' or '.join(SCHEMES)}")
+        expect(_is_text(endpoint) and _is_path(endpoint), setting, "an endpoint in UTF-8, without NUL")
         if endpoint.startswith("tcp://"):
             _check_address(setting, endpoint.removeprefix("tcp://"))
         kept = self.allow_remote or not open_to_all or is_local(endpoint)
         expected = "a loopback address, CURVE keys, or --allow-remote: events carry prompt tokens"
-        _expect(kept, setting, expected)
+        expect(kept, setting, expected)
 
 
 def _check_address(setting: str, address: str) -> None:
     host, _, port = address.rpartition(":")
     digits = port.isascii() and port.isdigit() and len(port) <= 5
-    _expect(digits and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
-    _expect(host != "" and (":" not in host or host[0] == "["), setting, "a host; IPv6 in [brackets]")
-
-
-def _expect(good: bool, setting: str, expected: str) -> None:
-    if not good:
-        raise ConfigError(setting, expected)
+    expect(digits and int(port) < 65536, setting, "a port from 0 to 65535 at the end")
+    expect(host != "" and (":" not in host or host[0] == "["), setting, "a host; IPv6 in [brackets]")
 
 
 def _is_path(text: str) -> bool:

@@ -46,5 +46,11 @@ class ConfigError(KvEventsError):
         self.expected = expected
 
 
+def expect(good: bool, setting: str, expected: str) -> None:
+    """ConfigError unless the setting is good."""
+    if not good:
+        raise ConfigError(setting, expected)
+
+
 class SidecarGone(KvEventsError):
     """The peer is away: nothing listens, it closed the connection, or it missed a deadline."""

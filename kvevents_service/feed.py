@@ -62,6 +62,21 @@ class Feed:
     def joined_at(self) -> int | None:
         return self._lanes[0].sequence.joined_at
 
+    @property
+    def replaying(self) -> bool:
+        """Whether an answer is under way."""
+        return any(lane.sequence.replaying for lane in self._lanes)
+
+    @property
+    def duplicates(self) -> int:
+        """Messages that had come before."""
+        return sum(lane.sequence.duplicates for lane in self._lanes)
+
+    def refresh(self) -> None:
+        """Ask again for all there is, as after a loss: it may be another publisher. Needs an endpoint to ask."""
+        for lane in self._lanes:
+            self._take(lane, lane.sequence.refresh())
+
     def stats(self) -> Counter[str]:
         counts = Counter({name: self._counts[name] for name in COUNTED})
         counts.update(other_topics=self.topics.refused, dropped=self._live.dropped if self._live else 0)
@@ -102,6 +117,7 @@ class Feed:
         idle = True
         for frames in live.incoming.drain(TURN):
             self._heard(now)
+            self._record(frames, False)
             self._on_live(frames)
             idle = False
         for lane in tuple(self._lanes):
@@ -122,6 +138,10 @@ class Feed:
         if live.incoming.readable or now - self._polled_at >= RECHECK_S:
             return True
         return any(lane.request is not None and lane.request.readable for lane in self._lanes)
+
+    def _record(self, frames: list[bytes], reply: bool) -> None:
+        if self.options.record is not None:
+            self.options.record(frames, reply)
 
     # silence
 
@@ -203,6 +223,7 @@ class Feed:
             if request.kind == "snapshot":
                 self._on_snapshot(lane, frames)
             else:
+                self._record(frames, True)
                 self._on_reply(lane, request, frames)
         except WireError as error:
             self._undecodable(lane, b"", error)

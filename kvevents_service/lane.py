@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from kvevents_service.core.residency import Residency
@@ -20,6 +21,8 @@ class Options(NamedTuple):
     stale_after_s: float | None = None
     track: bool = False
     read_tokens: bool = False
+    record: Callable[[Sequence[bytes], bool], None] | None = None
+    """Is given every message as it came, and whether it is of a replay's reply."""
 
 
 class Lane:

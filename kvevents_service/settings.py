@@ -19,7 +19,9 @@ import msgspec
 
 from kvevents_service.config import OutputConfig, ServeConfig
 from kvevents_service.errors import ConfigError
+from kvevents_service.nats_config import NatsConfig
 from kvevents_service.sizes import EXPECTED, parse_size
+from kvevents_service.source_config import SourceConfig
 
 PREFIX: Final = "KVEVENTS_"
 CONFIG_VARIABLE: Final = "KVEVENTS_CONFIG"
@@ -32,6 +34,11 @@ _SERVICE_LINK: Final = re.compile(
     r"KVEVENTS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
 )
 """What Kubernetes sets in every pod beside a Service whose name begins with `kvevents`."""
+_TABLES: Final[dict[str, type[msgspec.Struct]]] = {
+    "outputs": OutputConfig,
+    "sources": SourceConfig,
+    "nats": NatsConfig,
+}
 _NAMES: Final = {
     "int": "a whole number",
     "float": "a number",
@@ -135,11 +142,11 @@ def _check_variables(environ: Mapping[str, str], values: Mapping[str, Any]) -> N
 
 
 def _topic_names(values: Mapping[str, Any]) -> Iterator[str]:
-    outputs = values.get("outputs")
-    for table in (values, *(outputs if isinstance(outputs, list) else ())):
-        topic = table.get("topic") if isinstance(table, Mapping) else None
-        if isinstance(topic, str):
-            yield from _names_in(topic)
+    outputs, nats = (found if isinstance(found := values.get(key), list) else [] for key in ("outputs", "nats"))
+    for table in (values, *outputs, *nats):
+        for key in ("topic", "subject") if isinstance(table, Mapping) else ():
+            if isinstance(table.get(key), str):
+                yield from _names_in(table[key])
 
 
 def _names_in(topic: str) -> list[str]:
@@ -156,10 +163,11 @@ def _whole(values: dict[str, Any]) -> ServeConfig:
     both = [key for key in OutputConfig.__struct_fields__ if key in values and "outputs" in values]
     if both:
         raise ConfigError(", ".join(both), "to stand in each of [[outputs]], or there to be no [[outputs]]")
-    outputs, labels = values.get("outputs"), values.get("labels")
-    if isinstance(outputs, list):
-        made = [_convert(table, OutputConfig, f"outputs[{number}]") for number, table in enumerate(outputs)]
-        values = {**values, "outputs": made}
+    labels = values.get("labels")
+    for key, kind in _TABLES.items():
+        if isinstance(values.get(key), list):
+            made = [_convert(table, kind, f"{key}[{number}]") for number, table in enumerate(values[key])]
+            values = {**values, key: made}
     for name, value in labels.items() if isinstance(labels, dict) else ():
         if not isinstance(value, str):
             raise ConfigError(f"labels.{name}", f"text, not {_name(type(value).__name__)}")

@@ -182,6 +182,16 @@ def is_local(endpoint: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def port_above(endpoint: str, more: int) -> str | None:
+    """The endpoint with a port so much higher; port 0 stays. None if it has none, or there is none so high."""
+    start, _, port = endpoint.rpartition(":")
+    if more == 0 or (port == "0" and start):
+        return endpoint
+    if not (endpoint.startswith("tcp://") and port.isascii() and port.isdigit() and int(port) + more < 65536):
+        return None
+    return f"{start}:{int(port) + more}"
+
+
 def overlap(endpoint: str, other: str) -> bool:
     """True if both cannot be bound at once: one path, or one port of hosts that may be the same. Port 0 is free."""
     if not (endpoint.startswith("tcp://") and other.startswith("tcp://")):

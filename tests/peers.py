@@ -23,6 +23,7 @@ class Peer:
     """A publisher on XPUB, which tells when a subscriber is there, and its replay endpoint."""
 
     def __init__(self, context: zmq.Context, ports: tuple[str, str] = ("0", "0"), **shape: object) -> None:
+        self.context = context
         self.xpub, self.router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.SNDHWM, 0)
         self.endpoint = bind(self.xpub, f"tcp://127.0.0.1:{ports[0]}", "pub")

@@ -26,6 +26,7 @@ from kvevents_service.settings import load_config
         ({"disk_bytes": 4096}, "disk_path"),
         ({"disk_blocks": 4}, "disk_path"),
         ({"disk_page_cache": True}, "disk_path"),
+        ({"disk_keep": True}, "disk_path"),
         ({"disk_path": "d"}, "disk_bytes"),
         ({"disk_path": "", "disk_bytes": 4096}, "disk_path"),
         ({"disk_path": "d\0", "disk_bytes": 4096}, "disk_path"),
@@ -77,16 +78,16 @@ def test_what_is_no_whole_number_in_a_file_is_named(tmp_path: Path, setting: str
 @pytest.mark.parametrize(
     ("settings", "tiers"),
     [
-        ({}, [("host", 1 << 30, None, None, False)]),
-        ({"host_bytes": 5, "host_blocks": 2}, [("host", 5, 2, None, False)]),
-        ({"disk_path": "d", "disk_bytes": 7}, [("disk", 7, None, "d", False)]),
+        ({}, [("host", 1 << 30, None, None, False, False)]),
+        ({"host_bytes": 5, "host_blocks": 2}, [("host", 5, 2, None, False, False)]),
+        ({"disk_path": "d", "disk_bytes": 7}, [("disk", 7, None, "d", False, False)]),
         (
             {"disk_path": "d", "disk_bytes": 7, "disk_blocks": 3, "host_bytes": 0, "disk_page_cache": True},
-            [("disk", 7, 3, "d", True)],
+            [("disk", 7, 3, "d", True, False)],
         ),
         (
-            {"disk_path": "d", "disk_bytes": 7, "host_bytes": 5, "host_blocks": 2},
-            [("host", 5, 2, None, False), ("disk", 7, None, "d", False)],
+            {"disk_path": "d", "disk_bytes": 7, "host_bytes": 5, "host_blocks": 2, "disk_keep": True},
+            [("host", 5, 2, None, False, False), ("disk", 7, None, "d", False, True)],
         ),
     ],
 )

@@ -42,7 +42,17 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
         secret_key(path, "s")
 
 
-@pytest.mark.parametrize("content", [b"", SECRET[:39], SECRET + SECRET, b"~" * 40, b"%" * 40, b"\xff" * 40])
+CONTENTS = {
+    "nothing": b"",
+    "short": SECRET[:39],
+    "two": SECRET + SECRET,
+    "tildes": b"~" * 40,
+    "percents": b"%" * 40,
+    "no text": b"\xff" * 40,
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 def test_what_is_no_key_is_refused_and_not_repeated(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError) as error:
         secret_key(file(tmp_path / "k", content), "curve_secret_file")

@@ -1,16 +1,17 @@
 """The checker of the documentation, on tiny pages."""
 
-import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import click
 import pytest
 
 ROOT = Path(__file__).parents[1]
-spec = importlib.util.spec_from_file_location("check_docs", ROOT / "tools" / "check_docs.py")
-check_docs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_docs)
+sys.path.append(str(ROOT / "tools"))
+
+import check_docs  # noqa: E402
+import doc_tables  # noqa: E402
 
 PAGE = Path("docs/page.md")
 
@@ -154,31 +155,31 @@ def flags(body: str, name: str = "tiny") -> str:
 
 @pytest.fixture
 def one_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_docs, "click_command", {"tiny": tiny}.get)
+    monkeypatch.setattr(doc_tables, "click_command", {"tiny": tiny}.get)
 
 
 @pytest.mark.usefixtures("one_command")
 def test_a_stale_table_is_found_and_written_anew() -> None:
-    assert list(check_docs.table_faults(PAGE, flags(TABLE))) == []
-    (fault,) = check_docs.table_faults(PAGE, flags("| old |\n"))
+    assert list(doc_tables.table_faults(PAGE, flags(TABLE))) == []
+    (fault,) = doc_tables.table_faults(PAGE, flags("| old |\n"))
     assert "are stale" in fault
-    assert check_docs.with_tables(flags("| old |\n")) == flags(TABLE)
+    assert doc_tables.with_tables(flags("| old |\n")) == flags(TABLE)
 
 
 @pytest.mark.usefixtures("one_command")
 def test_a_table_of_no_command_is_found() -> None:
-    (fault,) = check_docs.table_faults(PAGE, flags("", "nothing"))
+    (fault,) = doc_tables.table_faults(PAGE, flags("", "nothing"))
     assert "no command `kvevents nothing`" in fault
 
 
 def test_a_table_that_is_not_closed_is_found() -> None:
-    (fault,) = check_docs.table_faults(PAGE, "<!-- flags:serve -->\n| old |\n")
+    (fault,) = doc_tables.table_faults(PAGE, "<!-- flags:serve -->\n| old |\n")
     assert "without its" in fault
 
 
 def test_the_real_commands_have_tables() -> None:
     for name in ("serve", "tail"):
-        assert check_docs.table(check_docs.click_command(name)).count("\n| `--") > 5
+        assert doc_tables.table(doc_tables.click_command(name)).count("\n| `--") > 5
 
 
 def test_all_pages_are_read_and_hidden_ones_are_not(root: Path) -> None:
@@ -212,16 +213,16 @@ def table_page(name: str, table: str) -> str:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_stale_table_of_the_code_is_found_and_written_anew(name: str) -> None:
-    fresh = check_docs.with_tables(table_page(name, "| old |\n"))
-    assert fresh == table_page(name, check_docs.named_table(name))
-    assert list(check_docs.table_faults(PAGE, fresh)) == []
-    (fault,) = check_docs.table_faults(PAGE, table_page(name, "| old |\n"))
+    fresh = doc_tables.with_tables(table_page(name, "| old |\n"))
+    assert fresh == table_page(name, doc_tables.named_table(name))
+    assert list(doc_tables.table_faults(PAGE, fresh)) == []
+    (fault,) = doc_tables.table_faults(PAGE, table_page(name, "| old |\n"))
     assert f"table of {name} is stale" in fault
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_of_the_code_has_an_end(name: str) -> None:
-    (fault,) = check_docs.table_faults(PAGE, f"<!-- {name} -->\n")
+    (fault,) = doc_tables.table_faults(PAGE, f"<!-- {name} -->\n")
     assert f"without its <!-- /{name} -->" in fault
 
 

@@ -31,3 +31,10 @@ def test_a_program_that_is_not_there_is_not_ok(tmp_path: Path) -> None:
     code, lines = interop(tmp_path, "dynamo", "sglang")
     assert [(line["consumer"], line["ok"]) for line in lines] == [("dynamo 1.6.1", False), ("sglang", True)]
     assert code == 1
+
+
+def test_rows_that_need_an_engine_are_left_out_and_that_is_said(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "tools/interop", tmp_path, "--scenario", "relay of a vLLM engine"]
+    done = subprocess.run(command, capture_output=True, timeout=LIMIT_S, check=False, cwd=ROOT, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "5 rows with a real vLLM engine are left out: --engine DIR" in done.stderr

@@ -107,7 +107,7 @@ def codes_of_the_source() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                argument = node.args[position[name]] if name in position else None
+                argument = next(iter(node.args[position[name] :]), None) if name in position else None
                 if isinstance(argument, ast.Constant):
                     codes.add(argument.value)
     return codes

@@ -11,6 +11,7 @@ from kvevents_service.cli.demo import demo
 from kvevents_service.cli.dialects import dialects
 from kvevents_service.cli.doctor import doctor
 from kvevents_service.cli.keys import keygen
+from kvevents_service.cli.relay import relay
 from kvevents_service.cli.serve import serve
 from kvevents_service.cli.snapshot import snapshot
 from kvevents_service.cli.tail import tail
@@ -25,7 +26,7 @@ def kvevents() -> None:
     """A KV-cache offload sidecar and its event stream. See it work: `kvevents demo`."""
 
 
-for command in (serve, tail, top, snapshot, doctor, keygen, demo, dialects, completion):
+for command in (serve, relay, tail, top, snapshot, doctor, keygen, demo, dialects, completion):
     kvevents.add_command(command)
 
 

@@ -242,9 +242,17 @@ class DemoRun:
 
     # the comparison
 
+    async def _inspected(self) -> Inspected:
+        """The sidecar's books at just the number that the follower is at: a disk may still be written to."""
+        async with asyncio.timeout(CATCH_UP_S):
+            while True:
+                inspected = await asyncio.to_thread(inspect, self._socket)
+                await self.follower.reach(inspected.next_seq)
+                if self.follower.next_seq == inspected.next_seq:
+                    return inspected
+
     async def _compare(self) -> None:
-        inspected = await asyncio.to_thread(inspect, self._socket)
-        await self.follower.reach(inspected.next_seq)
+        inspected = await self._inspected()
         fold, summary = self.follower.fold, self.summary
         resident = {
             (shelf.medium, shelf.group): hash_keys(shelf.block_hashes, inspected.hash_bytes)
@@ -259,7 +267,7 @@ class DemoRun:
         for field in ("blocks_demoted", "blocks_promoted", "evicted_unsaved"):
             setattr(summary, field, inspected.stats.get(field, 0))
         summary.gaps = self.follower.gaps
-        summary.stream_faults = sum(fold.faults.values()) + self.follower.undecodable
+        summary.stream_faults = sum(fold.faults.values()) + fold.redacted + self.follower.undecodable
 
 
 def _filled(shelves: dict[tuple[str, int], set[int]]) -> dict[tuple[str, int], set[int]]:

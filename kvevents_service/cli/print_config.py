@@ -36,10 +36,13 @@ def _values(loaded: Loaded) -> dict[str, object]:
         values[f"{tier.prefix}_bytes"] = tier.size_bytes
     if loaded.config.outputs:
         values = {key: value for key, value in values.items() if key not in OutputConfig.__struct_fields__}
-        values["outputs"] = [dict(_said(output)) for output in loaded.config.outputs]
+    for setting in ("outputs", "nats", "sources"):
+        tables = getattr(loaded.config, setting)
+        if tables:
+            values[setting] = [dict(_said(table)) for table in tables]
     return values
 
 
-def _said(output: OutputConfig) -> Iterator[tuple[str, object]]:
+def _said(table: msgspec.Struct) -> Iterator[tuple[str, object]]:
     """TOML has no word for nothing."""
-    return ((key, value) for key, value in msgspec.structs.asdict(output).items() if value is not None)
+    return ((key, value) for key, value in msgspec.structs.asdict(table).items() if value is not None)

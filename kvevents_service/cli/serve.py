@@ -39,6 +39,7 @@ GC_THRESHOLD = 50_000
 @click.option("--host-bytes", type=SIZE, metavar="N", help="Size of the CPU tier, as 8GiB. [default: 1 GiB]")
 @click.option("--disk-path", metavar="D", help="Keep blocks in a file there: instead, or behind --host-bytes.")
 @click.option("--disk-bytes", type=SIZE, metavar="N", help="Size of the disk tier.")
+@click.option("--disk-keep", is_flag=True, default=None, help="Its file stays: blocks are there after a restart.")
 @click.option("--pub", metavar="E", help="Event endpoint. [default: tcp://127.0.0.1:5557]")
 @click.option("--replay", metavar="E", help="Replay endpoint. [default: tcp://127.0.0.1:5558]")
 @click.option("--snapshot", metavar="E", help="Snapshot endpoint, with dialect vllm. [default: none]")

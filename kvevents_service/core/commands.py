@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvevents_service.core.metadata import Announcement, TransferMeta
+from kvevents_service.core.metadata import Announcement, StoreRun, TransferMeta
 from kvevents_service.wire.control import SidecarMessage
 
 
@@ -30,4 +30,13 @@ class Reply(NamedTuple):
     message: SidecarMessage
 
 
-Command = Publish | Copy | Reply
+class Keep(NamedTuple):
+    """These runs are in a tier that keeps its blocks, and were announced just now: find them again after a restart.
+
+    It precedes whatever could take their slots.
+    """
+
+    runs: tuple[StoreRun, ...]
+
+
+Command = Publish | Copy | Reply | Keep

@@ -1,6 +1,6 @@
 """Copies into a tier's slots: what has arrived is announced, what has not is given up.
 
-    begin -> Copy -> end(good) -> Publish(BlockStored), then(Landed)
+    begin -> Copy -> end(good) -> Publish(BlockStored), Keep, then(Landed)
                  \\-> end(bad), reset or session gone -> then(Landed), nothing announced (I2)
 
 A run is announced only behind its parent. A copy that ends before its parent's copy is held until that is decided.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvevents_service.core.commands import Command, Publish
+from kvevents_service.core.commands import Command, Keep, Publish
 from kvevents_service.core.metadata import StoreRun, TransferMeta
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.core.tier import Tier
@@ -81,7 +81,10 @@ class Landings:
         announced = tuple(meta for run in kept for meta in (run.meta, *run.inner))
         self.tier.counters["blocks_stored"] += sum(meta.blocks for meta in announced)
         following = then(Landed(transfer, sum(len(run.slots) for run in kept)))
-        return [Publish(announced), *following] if announced else following
+        if not announced:
+            return following
+        keeping = [Keep(tuple(kept))] if self.tier.spec.keeps else []
+        return [Publish(announced), *keeping, *following]
 
     def _land_run(self, run: StoreRun, *, good: bool) -> bool:
         """Commit a run if its copy is good, no reset came in between, and its parent made it."""

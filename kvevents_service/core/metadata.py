@@ -8,6 +8,7 @@ publisher, long after. A future carries the `TransferMeta`, so no code looks a r
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -88,6 +89,19 @@ class StoreRun(NamedTuple):
     meta: BlockStoreMeta
     slots: list[int]
     inner: tuple[BlockStoreMeta, ...] = ()
+
+    def inner_places(self) -> Iterator[tuple[int, BlockStoreMeta]]:
+        """The inner names, each with the place in the run of the block that has it.
+
+        A prefix ends in the block behind the one that its parent ends, or in the one inside which its parent ends.
+        """
+        places: dict[bytes | None, int] = {self.meta.parent_block_hash: 0}
+        places |= {self.meta.hash_at(place): place + 1 for place in range(self.meta.blocks)}
+        for name in self.inner:
+            place = places.get(name.parent_block_hash)
+            if place is not None and place < len(self.slots):
+                places[name.block_hashes] = place
+                yield place, name
 
 
 class TransferMeta(msgspec.Struct, frozen=True, eq=False):

@@ -90,31 +90,32 @@ class BlockPool(NameTable):
         self._queue.touch_run(slots)
 
     def adopt(self, runs: Iterable[StoreRun]) -> list[BlockStoreMeta]:
-        """Take in blocks whose bytes are in their slots already, parents first; not their inner names.
+        """Take in blocks whose bytes are in their slots already, parents first.
 
         Returns the runs that can stand here: in free slots, under fresh names, in a prefix kind behind a parent.
+        Behind each come those of its inner names that no other block has.
         """
         free = set(self._free)
-        kept = [self._adopt(run, free) for run in runs if self._is_adoptable(run, free)]
+        kept = [meta for run in runs if self._is_adoptable(run, free) for meta in self._adopt(run, free)]
         self._free = [slot for slot in self._free if slot in free]
         return kept
 
     def _is_adoptable(self, run: StoreRun, free: set[int]) -> bool:
-        meta, slots, _ = run
+        meta, slots = run.meta, run.slots
         group, parent = meta.group, meta.parent_block_hash
         rooted = group.kind not in PREFIX_KINDS or parent is None or parent in self.index[group.index]
         fresh = self.is_fresh_chain(group.index, [meta.hash_at(place) for place in range(meta.blocks)])
         own = len(slots) == meta.blocks == len(free.intersection(slots))
         return own and rooted and fresh and group.cacheable
 
-    def _adopt(self, run: StoreRun, free: set[int]) -> BlockStoreMeta:
-        meta, slots, _ = run
+    def _adopt(self, run: StoreRun, free: set[int]) -> list[BlockStoreMeta]:
+        meta, slots = run.meta, run.slots
         before = meta.parent_block_hash if meta.group.kind in PREFIX_KINDS else None
         parent = None if before is None else self.slot_of(meta.group.index, before)
         free.difference_update(slots)
         self._place(meta, [meta.hash_at(place) for place in range(meta.blocks)], slots, parent)
         self.commit(slots)
-        return meta
+        return [meta, *(name for place, name in run.inner_places() if self.add_name(slots[place], name))]
 
     def _take_free(self, count: int) -> list[int]:
         if not count:

@@ -43,14 +43,14 @@ class Residency:
     """What one publisher's stream says is resident. `faults` counts what a true stream never does.
 
     `block_sizes`: tokens of a block of each group, where inner names may come: those are of fewer tokens, and their
-    parent need not be there.
+    parent need not be there. `redacted` counts stores without any token ids: no fault where an output hides them.
     """
 
     def __init__(self, block_sizes: Mapping[int, int] | None = None) -> None:
         self.block_sizes = block_sizes or {}
         self.shelves: dict[Shelf, dict[int, int | None]] = {}
         self.faults: Counter[str] = Counter()
-        self.stored = self.removed = self.cleared = 0
+        self.stored = self.removed = self.cleared = self.redacted = 0
 
     def __repr__(self) -> str:
         return f"<Residency {len(self)} blocks on {len(self.shelves)} shelves, faults={dict(+self.faults)}>"
@@ -81,7 +81,9 @@ class Residency:
     def _store(self, event: BlockStored) -> None:
         shelf = self._shelf(event.medium, event.group_idx)
         parent = None if event.parent_block_hash is None else key64(event.parent_block_hash)
-        if len(event.token_ids) != len(event.block_hashes) * event.block_size:
+        if not event.token_ids:
+            self.redacted += 1
+        elif len(event.token_ids) != len(event.block_hashes) * event.block_size:
             self.faults["token_count"] += 1
         inner = event.block_size < self.block_sizes.get(event.group_idx or 0, 0)
         chained = not inner and (event.kv_cache_spec_kind is None or event.kv_cache_spec_kind in PREFIX_KINDS)
@@ -107,9 +109,13 @@ class Residency:
     def _shelf(self, medium: str | None, group: int | None) -> dict[int, int | None]:
         return self.shelves.setdefault(Shelf(canonical_medium(medium), group or 0), {})
 
-    def check(self) -> None:
-        """Assert that the stream did nothing a true stream never does, and left no child without its parent."""
+    def check(self, *, redacted: bool = False) -> None:
+        """Assert that the stream did nothing a true stream never does, and left no child without its parent.
+
+        redacted: it is of an output that hides token ids.
+        """
         assert not +self.faults, dict(+self.faults)
+        assert redacted or not self.redacted, f"{self.redacted} stores without token ids"
         for name, shelf in self.shelves.items():
             left = sum(parent is not None and parent not in shelf for parent in shelf.values())
             assert not left, f"{left} blocks of {name} without their parent"

@@ -18,13 +18,17 @@ from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
 
 
 class TierSpec(NamedTuple):
-    """What the tier is: set by the first hello, the same for every session after it."""
+    """What the tier is: set by the first hello, the same for every session after it.
+
+    keeps: it is to be told of every run that was announced.
+    """
 
     medium: str
     capacity_blocks: int
     hash_bytes: int
     groups: tuple[GroupSpec, ...]
     hash_tokens: int
+    keeps: bool = False
 
 
 class Limits(NamedTuple):

@@ -101,9 +101,9 @@ class Line:
         with self.lock:
             answer = self._awaited.pop(call_id, None)
             if answer is not None:
-                self._refuse(answer)
+                self._give_back(answer)
 
-    def _refuse(self, answer: Answer) -> None:
+    def _give_back(self, answer: Answer) -> None:
         if isinstance(answer, Hit) and answer.lease_id is not None:
             self.send(Release(answer.lease_id))
 
@@ -149,7 +149,7 @@ class Line:
         if message.call_id in self._awaited:
             self._awaited[message.call_id] = message
         else:
-            self._refuse(message)  # too late: whoever asked has gone on
+            self._give_back(message)  # too late: whoever asked has gone on
 
     def _collect_hung_up(self) -> None:
         kept = []

@@ -214,7 +214,7 @@ class SchedulerHalf:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if request_id in self._ending:  # the id is in use again
+        if request_id in self._ending:  # the id is in use again: nothing more is offered of its first request
             self._close(self._ending[request_id], 0, 0)
         life = self._lives[request_id] = Life(request, [[] for _ in block_ids])
         life.grow(block_ids)
@@ -299,7 +299,7 @@ class SchedulerHalf:
             self._close(life, tokens, computed)
 
     def _close(self, life: Life, tokens: int, computed: int) -> None:
-        """Offer what is left of so many tokens, or of what was confirmed, and hold no more."""
+        """Offer what is left of so many tokens, and hold no more than that."""
         request_id, ending, life.ending = life.request.request_id, life.ending, None
         del self._ending[request_id]
         self.planner.finish(request_id, tokens, computed)

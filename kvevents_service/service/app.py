@@ -11,13 +11,9 @@ First SIGTERM or SIGINT drains: no new engines, copies under way end, what they 
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -25,19 +21,16 @@ import zmq
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.metadata import Cleared
+from kvevents_service.errors import ConfigError
 from kvevents_service.service.admin import Admin, listen
 from kvevents_service.service.engines import EnginePlane
 from kvevents_service.service.event_plane import BoundOutput, EventPlane, bind_events
 from kvevents_service.service.instruments import Instruments
-from kvevents_service.service.numbering import SequenceStore
+from kvevents_service.service.lifecycle import LINGER_MS, numbers_of, run_until_signal
 from kvevents_service.service.probe import Probe
 from kvevents_service.service.publisher import Publisher
+from kvevents_service.service.relay import OUR_MEDIA, Relay, relay_into
 from kvevents_service.service.sidecar import Sidecar
-
-log = logging.getLogger(__name__)
-
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_FORCED = 0, 1, 2, 3
-LINGER_MS = 500
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -65,6 +58,7 @@ class Service(NamedTuple):
     sidecar: Sidecar
     plane: EnginePlane
     events: EventPlane
+    relay: Relay
     instruments: Instruments
     admin: Admin | None
 
@@ -74,8 +68,10 @@ class Service(NamedTuple):
 
     def parts(self) -> list[Coroutine[None, None, None]]:
         """What runs until it is cancelled."""
-        admin = [] if self.admin is None else [self.admin.run()]
-        return [*self.events.parts(), self.sidecar.run(), self.plane.run(), *self.instruments.parts(), *admin]
+        more = [] if self.admin is None else [self.admin.run()]
+        if self.relay.relayed:
+            more.append(self.relay.run())
+        return [*self.events.parts(), self.sidecar.run(), self.plane.run(), *self.instruments.parts(), *more]
 
     async def drain(self) -> None:
         """No new engines; wait for copies under way; end sessions; say that every block is gone; send it all."""
@@ -83,31 +79,36 @@ class Service(NamedTuple):
         await self.plane.close()
         self.publisher.send_pending()
         self.sidecar.withdraw()
-        self.publisher.send_pending()
+        self.relay.withdraw()
+        await self.events.flush()
 
 
 @asynccontextmanager
 async def started(config: ServeConfig) -> AsyncIterator[Service]:
     """Everything bound and listening; nothing runs yet. Closes all of it at the end."""
-    numbers = _numbers(config)
+    numbers = numbers_of(config.state_dir)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    plane = events = admin = instruments = None
+    plane = events = relay = admin = instruments = None
     try:
         events = bind_events(context, config, numbers)
         sidecar = Sidecar(config, events.publisher, time.monotonic)
-        events.renderer.recovery.sources = sidecar.sources
+        relay = _relay(config, events)
+        events.renderer.recovery.sources = lambda: [*relay.sources(), *sidecar.sources()]
         plane = EnginePlane(sidecar, config.engine_socket)
         instruments = Instruments(sidecar, plane, events)
         admin = _admin(config, instruments)
         first_seq = events.publisher.journal.next_seq
         if first_seq:
             events.publisher.publish((Cleared(),))  # the bytes of the process before this one are gone
+        relay.open()
         ready = _ready(events, sidecar, plane, first_seq, admin)
-        yield Service(ready, sidecar, plane, events, instruments, admin)
+        yield Service(ready, sidecar, plane, events, relay, instruments, admin)
     finally:
         for part in (admin, instruments):
             if part is not None:
                 part.close()
+        if relay is not None:
+            await relay.close()
         if plane is not None:
             await sidecar.close()
             plane.unlink()
@@ -117,11 +118,14 @@ async def started(config: ServeConfig) -> AsyncIterator[Service]:
                 numbers.close(events.publisher.journal.next_seq if events else numbers.first_seq)
 
 
-def _numbers(config: ServeConfig) -> SequenceStore | None:
-    if config.state_dir is not None:
-        return SequenceStore(Path(config.state_dir))
-    log.info("no state_dir: event numbers start at 0, also after a restart")
-    return None
+def _relay(config: ServeConfig, events: EventPlane) -> Relay:
+    """Its sources go into our journal, which is that of one rank."""
+    ranks = {output.dp_rank for output in config.event_outputs} | {output.dp_rank for output in config.nats}
+    sources = config.ranked_sources()
+    if sources and set(sources) != ranks:
+        expected = f"{', '.join(map(str, sorted(ranks)))}, as the outputs; `kvevents relay` takes several ranks"
+        raise ConfigError("sources.dp_rank", expected)
+    return relay_into(events, [*sources.values()], others=OUR_MEDIA)
 
 
 def _admin(config: ServeConfig, instruments: Instruments) -> Admin | None:
@@ -150,40 +154,4 @@ def _ready(events: EventPlane, sidecar: Sidecar, plane: EnginePlane, first_seq: 
 
 async def serve(config: ServeConfig, on_ready: Callable[[Ready], None]) -> int:
     """Run until a signal; returns the exit code. ConfigError if something cannot be bound or opened."""
-    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
-    try:
-        async with started(config) as service:
-            on_ready(service.ready)
-            return await _run(service, signals, config.stop_s)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)  # it is over: a late signal must not change the exit code
-
-
-async def _run(service: Service, signals: asyncio.Queue[signal.Signals], stop_s: float) -> int:
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(part) for part in service.parts()]
-        log.info("signal %s: draining", (await signals.get()).name)
-        code = await _drain(service, signals, stop_s)
-        for task in tasks:
-            task.cancel()
-    return code
-
-
-async def _drain(service: Service, signals: asyncio.Queue[signal.Signals], stop_s: float) -> int:
-    """Drain within `stop_s` or until a second signal."""
-    draining = asyncio.create_task(service.drain())
-    second = asyncio.create_task(signals.get())
-    done, _ = await asyncio.wait({draining, second}, timeout=stop_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in (draining, second):
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-    if draining in done:
-        return EXIT_OK
-    log.warning("stopped before it was drained")
-    return EXIT_FORCED
+    return await run_until_signal(started(config), on_ready, config.stop_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections import Counter
@@ -19,8 +20,11 @@ from kvevents_service.core.privacy import MIN_SALT_BYTES, Privacy, key_of
 from kvevents_service.core.replay import Recovery
 from kvevents_service.core.telling import Teller
 from kvevents_service.curve import AllowedKeys, ServerKeys, salt, secret_key
+from kvevents_service.nats_config import NatsConfig
 from kvevents_service.service.cursor import SHARED_BYTES
 from kvevents_service.service.gate import Gate
+from kvevents_service.service.nats_broker import Credentials, check_installed, credentials
+from kvevents_service.service.nats_output import NatsOutput
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.publisher import Publisher
@@ -53,6 +57,8 @@ class BoundOutput(msgspec.Struct, frozen=True):
 class EventPlane(NamedTuple):
     """What `kvevents serve` runs for its readers."""
 
+    outputs: list[Output]
+    nats: list[NatsOutput]
     publisher: Publisher
     renderer: Renderer
     replayers: list[Replayer]
@@ -68,12 +74,18 @@ class EventPlane(NamedTuple):
     def parts(self) -> list[Coroutine[None, None, None]]:
         """What runs until it is cancelled."""
         answering = [part.run() for part in self._answering]
-        return [self.publisher.run(), self.renderer.run(), self.gate.run(), *answering]
+        nats = [output.run(self.renderer) for output in self.nats]
+        return [self.publisher.run(), self.renderer.run(), self.gate.run(), *answering, *nats]
+
+    async def flush(self) -> None:
+        """Send what is pending, and see it off to the brokers that are there."""
+        self.publisher.send_pending()
+        await asyncio.gather(*(output.flush() for output in self.nats))
 
     def stats(self) -> dict[str, int]:
         """Counters of everything beside the publisher, summed over outputs."""
         total: Counter[str] = Counter()
-        for part in self._answering:
+        for part in (*self._answering, *self.nats):
             total.update(part.stats())
         return {
             **self.renderer.stats(), **total, **self.gate.stats(), "requests_over_allowance": self.allowance.refused
@@ -104,9 +116,9 @@ class _Binder:
         replay, replay_endpoint = self._router(config.replay, "replay", keys)
         snapshot, snapshot_endpoint = self._router(config.snapshot, "snapshot", keys)
         dialect = DIALECTS[config.dialect]
-        output = Output(
-            pub, topic=config.topic, encoding=self._encoding(config), exact=dialect.contiguous_from_request
-        )
+        sender = self.publisher_id if config.snapshot else None
+        encoding = self._encoding(config, sender)
+        output = Output(pub, topic=config.topic, encoding=encoding, exact=dialect.contiguous_from_request)
         self.outputs.append(output)
         self.answering.append((output, replay, snapshot))
         self.bound.append(
@@ -130,9 +142,15 @@ class _Binder:
         socket.copy_threshold = SHARED_BYTES
         return socket, self._bind(socket, endpoint, setting, keys)
 
-    def _encoding(self, config: OutputConfig) -> int:
+    def nats(self, config: NatsConfig, known: Credentials, first: int) -> NatsOutput:
+        """An output that connects when it runs. first: the journal's first number."""
+        return NatsOutput(
+            config, known, publisher_id=self.publisher_id.hex(), first=first, clock=time.monotonic,
+            encoding=self._encoding(config, None),
+        )  # fmt: skip
+
+    def _encoding(self, config: OutputConfig | NatsConfig, sender: bytes | None) -> int:
         """The place of the output's encoding; outputs that write the same bytes share it."""
-        sender = self.publisher_id if config.snapshot else None
         encoding = Encoding(config.dialect, config.dp_rank, sender, privacy(config))
         keys = [known.key for known in self.encodings]
         if encoding.key not in keys:
@@ -149,7 +167,7 @@ def server_keys(config: OutputConfig) -> ServerKeys | None:
     return ServerKeys(secret_key(config.curve_secret_file, "curve_secret_file"), allowed)
 
 
-def privacy(config: OutputConfig) -> Privacy:
+def privacy(config: OutputConfig | NatsConfig) -> Privacy:
     """What an output keeps back. ConfigError for a salt that cannot be used."""
     path = config.hash_salt_file
     key = None if path is None else key_of(salt(path, "hash_salt_file", MIN_SALT_BYTES))
@@ -158,11 +176,13 @@ def privacy(config: OutputConfig) -> Privacy:
 
 def bind_events(context: Context, config: ServeConfig, numbers: SequenceStore | None) -> EventPlane:
     """Every endpoint bound, nothing running. ConfigError names the one that cannot be."""
+    brokers = _credentials(config)
     binder = _Binder(context, config)
     limits = JournalLimits(retained_batches=config.retained_batches, retained_bytes=config.retained_bytes)
     journal = Journal(limits, numbers.first_seq if numbers else 0)
+    nats = [binder.nats(output, known, journal.next_seq) for output, known in brokers]
     publisher = Publisher(
-        journal, binder.outputs, encodings=binder.encodings, numbers=numbers, wall_clock=time.time,
+        journal, [*binder.outputs, *nats], encodings=binder.encodings, numbers=numbers, wall_clock=time.time,
         heartbeat_s=_heartbeat_s(config),
     )  # fmt: skip
     recovery = Recovery(journal, binder.encodings, clock=time.monotonic, wall_clock=time.time)
@@ -184,9 +204,18 @@ def bind_events(context: Context, config: ServeConfig, numbers: SequenceStore | 
                     allowance=allowance,
                 )
             )
-    plane = EventPlane(publisher, renderer, replayers, endpoints, binder.bound, binder.gate, allowance)
+    plane = EventPlane(
+        binder.outputs, nats, publisher, renderer, replayers, endpoints, binder.bound, binder.gate, allowance
+    )
     publisher.more_stats = plane.stats
     return plane
+
+
+def _credentials(config: ServeConfig) -> list[tuple[NatsConfig, Credentials]]:
+    """Every output on NATS. ConfigError for files that cannot be used, and without nats-py."""
+    if config.nats:
+        check_installed()
+    return [(output, credentials(output)) for output in config.nats_outputs]
 
 
 def _heartbeat_s(config: ServeConfig) -> float:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from kvevents_service.curve import ServerKeys
+from kvevents_service.curve import AllowedKeys, ServerKeys
 from kvevents_service.errors import ConfigError
 from kvevents_service.handshakes import FAILURES, Monitor, parsed, refusal_of_reader
 from kvevents_service.service.rarely import is_told
@@ -44,6 +44,7 @@ class Gate:
         self._context = context
         self._guarded: dict[bytes, Guarded] = {}
         self._zap: zmq.Socket[bytes] | None = None
+        self._faults: dict[bytes, ConfigError | None] = {}
 
     def __repr__(self) -> str:
         return f"<Gate of {len(self._guarded)} endpoints, {self.keys_refused} refused>"
@@ -82,7 +83,9 @@ class Gate:
 
     def _allows(self, domain: bytes, address: bytes, key: bytes) -> bool:
         where, keys, _ = self._guarded[domain]
-        if key in keys.allowed:
+        allowed = key in keys.allowed
+        self._tell_fault(domain, keys.allowed)
+        if allowed:
             self.keys_allowed += 1
             return True
         self.keys_refused += 1
@@ -91,9 +94,14 @@ class Gate:
                 "%s: a reader at %s was refused (%d so far): its key %s is not in %s",
                 *(where, address.decode(), self.keys_refused, key.decode(), keys.allowed.path),
             )
-            if keys.allowed.fault is not None:
-                log.error("the keys are those of before: %s", keys.allowed.fault)
         return False
+
+    def _tell_fault(self, domain: bytes, allowed: AllowedKeys) -> None:
+        """Once each time the file was read in vain, whoever asks: a key that was taken off it is let in still."""
+        fault = allowed.fault
+        if fault is not self._faults.get(domain) and fault is not None:
+            log.error("%s: the keys are those of before: %s", self._guarded[domain].where, fault)
+        self._faults[domain] = fault
 
     async def _watch(self, guarded: Guarded) -> None:
         with Receiver(guarded.monitor.reader) as receiver:

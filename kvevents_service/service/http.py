@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES: Final = 8192
 ACCEPT_RETRY_S: Final = 0.1
+SEND_BUFFER_BYTES: Final = 65536
+"""The kernel would take megabytes: many minutes of a live page that nobody reads."""
 TEXT: Final = "text/plain; charset=utf-8"
 _BUSY: Final = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 _ALWAYS: Final = (
@@ -80,7 +82,7 @@ class HttpServer:
             while True:
                 sock = await self._accept()
                 if self.connections >= self.limits.connections:
-                    self._turn_away(sock)
+                    self._say_busy(sock)
                 else:
                     self.connections += 1
                     tasks.create_task(self._serve(sock))
@@ -92,10 +94,11 @@ class HttpServer:
             with suppress(OSError):
                 sock, _ = await loop.sock_accept(self._socket)
                 sock.setblocking(False)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
                 return sock
             await asyncio.sleep(ACCEPT_RETRY_S)
 
-    def _turn_away(self, sock: socket.socket) -> None:
+    def _say_busy(self, sock: socket.socket) -> None:
         self.refused += 1
         with suppress(OSError):
             sock.send(_BUSY)
@@ -188,6 +191,8 @@ class Exchange:
     async def _send(self, event: h11.Response | h11.Data | h11.EndOfMessage) -> None:
         data = self._http.send(event)
         if data:
+            if self._writer.transport.is_closing():  # uvloop's write has no error of its own for it
+                raise ConnectionResetError("the client has left")
             self._writer.write(data)
             async with asyncio.timeout(self._limits.write_s):
                 await self._writer.drain()

@@ -49,7 +49,7 @@ class Instruments:
         self.events = events
         self.lag = LoopLag(time.monotonic)
         self.started_at = time.time()
-        self._readers = [Connections(output.socket) for output in events.publisher.outputs]
+        self._readers = [Connections(output.socket) for output in events.outputs]
 
     def __repr__(self) -> str:
         return f"<Instruments of {self.sidecar!r}>"
@@ -75,7 +75,7 @@ class Instruments:
         for place, bound in enumerate(events.bound):
             stats = next(replayers).stats() if bound.replay else {}
             stats |= next(snapshots).stats() if bound.snapshot else {}
-            views.append(OutputView(place, bound, events.publisher.outputs[place], self._readers[place], stats))
+            views.append(OutputView(place, bound, events.outputs[place], self._readers[place], stats))
         return views
 
     def said(self) -> Counter[tuple[str, str]]:

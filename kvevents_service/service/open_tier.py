@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvevents_service.config import ServeConfig, TierSettings
 from kvevents_service.core.cascade import Cascade
-from kvevents_service.core.metadata import TransferMeta
+from kvevents_service.core.commands import Command
+from kvevents_service.core.metadata import StoreRun, TransferMeta
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.errors import ControlError
 from kvevents_service.service.roster import Head
 from kvevents_service.transfer.arena import HostArena, HostStorage, Storage
 from kvevents_service.transfer.disk import DiskStorage
+from kvevents_service.transfer.disk_layout import KeptLayout
 from kvevents_service.transfer.lanes import Lanes
 from kvevents_service.transfer.memory import BlockMemory
 
@@ -65,6 +67,7 @@ class Tiers:
     def __init__(self, config: ServeConfig, clock: Callable[[], float]) -> None:
         self.settings = config.tiers
         self.storages = [_storage(tier, config) for tier in self.settings]
+        self._disk = next((storage for storage in self.storages if isinstance(storage, DiskStorage)), None)
         self._clock = clock
 
     def capacities(self, block_sizes: Sequence[int]) -> list[int]:
@@ -94,13 +97,42 @@ class Tiers:
 
     def _scheduler(self, head: Head, capacities: list[int], block_bytes: int) -> OffloadScheduler:
         first, *behind = (
-            TierSpec(storage.medium, slots, head.hash_bytes, head.groups, head.hash_tokens)
-            for storage, slots in zip(self.storages, capacities, strict=True)
+            TierSpec(storage.medium, slots, head.hash_bytes, head.groups, head.hash_tokens, tier.keep)
+            for tier, storage, slots in zip(self.settings, self.storages, capacities, strict=True)
         )
         if not behind:
             return OffloadScheduler(first)
         most = min(Limits().max_demoting_blocks, max(1, MAX_DEMOTING_BYTES // block_bytes))
         return Cascade(first, behind[0], Limits(max_demoting_blocks=most))
+
+    # a disk that keeps its blocks
+
+    def adopt(self, tier: OpenTier) -> list[Command]:
+        """What is to be announced of the blocks that are on the disk from the life before, if their layout is the
+        one of this tier. What is kept of another layout is void."""
+        if self._disk is None:
+            return []
+        head = tier.head
+        layout = KeptLayout(head.namespace, head.hash_bytes, head.groups, head.hash_tokens, tier.sizes)
+        found = self._disk.recover(layout)
+        if found:
+            blocks = sum(len(run.slots) for run in found)
+            log.info("tier %s: %d blocks from the life before", self._disk.medium, blocks)
+        return tier.scheduler.tiers[-1].adopt(found)
+
+    def keep(self, runs: Iterable[StoreRun]) -> None:
+        """Find these again after a restart."""
+        if self._disk is not None:
+            self._disk.keep(runs)
+
+    def void(self) -> None:
+        """Find nothing again that is there now. ControlError if the disk does not let itself be told."""
+        try:
+            if self._disk is not None:
+                self._disk.void()
+        except OSError as error:
+            expected = f"an index that can be written: blocks may come back at the next start ({error.strerror})"
+            raise ControlError("not_forgotten", "disk_path", expected) from error
 
     def close(self) -> None:
         """No copy may be running."""
@@ -116,8 +148,15 @@ def carry_on(before: OpenTier, after: OpenTier) -> None:
 
 def _storage(tier: TierSettings, config: ServeConfig) -> Storage:
     if tier.directory is not None:
-        return DiskStorage(tier.directory, tier.size_bytes, page_cache=tier.page_cache)
+        return _disk_storage(tier, tier.directory)
     return HostStorage(config.copy_threads, hugetlb=config.host_hugetlb)
+
+
+def _disk_storage(tier: TierSettings, directory: str) -> DiskStorage:
+    storage = DiskStorage(directory, tier.size_bytes, page_cache=tier.page_cache, keep=tier.keep)
+    if not (storage.direct or tier.page_cache):
+        log.warning("disk_path: no direct I/O in %s: copies go through the page cache", directory)
+    return storage
 
 
 def _capacity(tier: TierSettings, block_bytes: int) -> int:

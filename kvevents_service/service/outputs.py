@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import zmq
 
 from kvevents_service.wire.frames import live_frames
+
+
+class Sink(Protocol):
+    """What the publisher sends to. encoding, exact: as of an `Output`; refused: batches that it did not take."""
+
+    encoding: int
+    exact: bool
+
+    @property
+    def sent(self) -> int: ...
+
+    @property
+    def refused(self) -> int: ...
+
+    def send(self, seq: int, payloads: Sequence[bytes]) -> None:
+        """Send number `seq` of the journal now or never; nobody waits."""
 
 
 class Output:

@@ -131,8 +131,12 @@ class Probe:
         copies.append(lanes.submit(self._transfer("load", first), memory))
         for copy in copies:
             copy.add_done_callback(asyncio.Future.exception)  # it is looked at, also if nobody waits any more
-        await asyncio.wait(copies)
-        memory.close()
+        try:
+            await asyncio.wait(copies)
+        finally:
+            lanes.drop(memory)  # past the deadline: what waits behind a copy that hangs is not wanted any more
+            if all(copy.done() for copy in copies):
+                memory.close()
         for copy in copies:
             _check(copy)
 

@@ -17,7 +17,7 @@ from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import Announcement
 from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
-from kvevents_service.service.outputs import Output
+from kvevents_service.service.outputs import Sink
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.tally import Tally
 from kvevents_service.wire.splice import spliced
@@ -34,7 +34,7 @@ class Publisher:
     def __init__(
         self,
         journal: Journal,
-        outputs: Sequence[Output],
+        outputs: Sequence[Sink],
         *,
         encodings: Sequence[Encoding] = (Encoding(),),
         numbers: SequenceStore | None,
@@ -45,7 +45,7 @@ class Publisher:
         self.outputs = outputs
         self.heartbeats = self.encode_failed = self.state_write_failed = 0
         self.turns = 0
-        self.tally = Tally()
+        self.tally = Tally(_key_of_all(encodings))
         self.more_stats: Callable[[], dict[str, int]] = dict
         self.tell: Callable[[], bool] = lambda: False
         """Numbers what is to be told when nothing is pending; False if nothing is."""
@@ -168,3 +168,9 @@ class Publisher:
             "state_write_failed": self.state_write_failed,
             **self.more_stats(),
         }
+
+
+def _key_of_all(encodings: Sequence[Encoding]) -> bytes | None:
+    """A key of hashes if none is shown as the engine calls it."""
+    keys = [encoding.privacy.hash_key for encoding in encodings]
+    return keys[0] if keys and None not in keys else None

@@ -20,6 +20,11 @@ def is_told(count: int) -> bool:
     return count == 1
 
 
+def is_told_since(before: int, count: int) -> bool:
+    """Whether one of the faults that brought a counter from `before` to `count` goes into the log."""
+    return count > before and (not before or len(str(before)) < len(str(count)))
+
+
 class _Window:
     """What one line of code has said since `start`."""
 

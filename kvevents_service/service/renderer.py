@@ -10,7 +10,7 @@ from typing import Final
 from kvevents_service.core.replay import Recovery, Reply
 from kvevents_service.core.telling import Teller
 from kvevents_service.errors import WireError
-from kvevents_service.service.outputs import Output
+from kvevents_service.service.outputs import Sink
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.rarely import is_told
 
@@ -39,19 +39,19 @@ class Renderer:
         """Nothing has ever been numbered."""
         return self.recovery.journal.next_seq == 0
 
-    def answer(self, number: int, output: Output) -> Reply | None:
+    def answer(self, number: int, output: Sink) -> Reply | None:
         """The reply to a request of this output for `number` and all after it; None: ask again soon."""
         reply = self.recovery.answer(number, output.encoding, exact=output.exact)
         self._woken()
         return reply
 
-    def ended(self, reply: Reply | None, output: Output) -> None:
+    def ended(self, reply: Reply | None, output: Sink) -> None:
         """A request is over, None: unanswered. A reader that asks once and has not got all of it is told live."""
         if output.exact and (reply is None or not reply.complete):
             self.teller.ask(output.encoding)
             self._wake.set()
 
-    def whole(self, output: Output) -> Reply | None:
+    def whole(self, output: Sink) -> Reply | None:
         """The state after the newest number; None: ask again soon."""
         reply = self.recovery.whole(output.encoding)
         self._woken()

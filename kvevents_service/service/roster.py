@@ -75,6 +75,11 @@ class Roster:
     def workers(self) -> int:
         return len(self._workers)
 
+    @property
+    def places(self) -> int:
+        """Names and ranks that are taken, until their last connection has let go of its memory."""
+        return len(self._places)
+
     # come and go
 
     def add_engine(self, engine: Engine) -> None:

@@ -222,7 +222,7 @@ class EngineSession(asyncio.Protocol):
         self._scheduler.release(self.session_id, release)
 
     def _reset(self, reset: Reset) -> None:
-        self._sidecar.perform(self._scheduler.reset(self.session_id, reset))
+        self._sidecar.reset(self.session_id, reset)
 
     def _inspect(self, inspect: Inspect) -> None:
         self.send(self._sidecar.inspect(inspect.call_id, residents=inspect.residents))

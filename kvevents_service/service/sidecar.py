@@ -14,19 +14,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from kvevents_service.config import ServeConfig
-from kvevents_service.core.commands import Command, Copy, Publish, Reply
+from kvevents_service.core.commands import Command, Copy, Keep, Publish, Reply
 from kvevents_service.core.cut import StateSource
 from kvevents_service.core.groups import check_groups
 from kvevents_service.core.metadata import NO_SESSION, TransferMeta
 from kvevents_service.errors import ControlError
 from kvevents_service.service.copies import Copies
 from kvevents_service.service.copy_meter import CopyMeter
+from kvevents_service.service.disk_watch import DiskWatch
 from kvevents_service.service.open_tier import BlockSizes, OpenTier, Tiers, carry_on
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.roster import Engine, Head, Roster, Session
 from kvevents_service.transfer.cuda_device import device_stats
 from kvevents_service.transfer.memory import SessionMemory
-from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Residents, Welcome
+from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Reset, Residents, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Sidecar:
         self.meter = CopyMeter(clock)
         self.copies = Copies(self.perform, self.meter)
         self._tiers = Tiers(config, clock)
+        self._watch = DiskWatch(self._tiers.stats)
         self._bytes_moved = 0
 
     def __repr__(self) -> str:
@@ -145,6 +147,7 @@ class Sidecar:
         self.tier = self._next_tier(self._tiers.empty(head))
         if sizes:
             self.tier = self._next_tier(self._tiers.open(head, sizes, capacities))
+            self.perform(self._tiers.adopt(self.tier))
         return self.tier
 
     def _next_tier(self, tier: OpenTier) -> OpenTier:
@@ -162,6 +165,8 @@ class Sidecar:
                     self.publisher.publish(announcements)
                 case Copy(transfer):
                     self._start(transfer)
+                case Keep(runs):
+                    self._tiers.keep(runs)
                 case Reply(session_id, message):
                     if session_id in self.roster.engines:
                         self.roster.engines[session_id].session.send(message)
@@ -176,12 +181,21 @@ class Sidecar:
             engine = self.roster.engines[transfer.session_id]
             self.copies.start(transfer, self.tier, engine.session, self.roster.holders(engine))
 
+    def reset(self, session_id: int, reset: Reset) -> None:
+        """Forget every block, for good: a disk that keeps its blocks has forgotten them before the answer."""
+        assert self.tier is not None, "an engine session has opened the tier"
+        *removed, done = self.tier.scheduler.reset(session_id, reset)
+        self.perform(removed)
+        self._tiers.void()
+        self.perform([done])
+
     # time
 
     async def run(self) -> None:
         """Keep deadlines until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
+            self._watch.look()
             if self.tier is not None and not self.draining:
                 self.perform(self.tier.scheduler.tick(self.clock()))
 
@@ -191,7 +205,8 @@ class Sidecar:
         await self.copies.idle.wait()
 
     def withdraw(self) -> int:
-        """Say that every block is gone, as they will be when this process ends. Returns how many."""
+        """Say that every block is gone: nobody can load one while no process serves it. What a disk keeps is
+        announced again by the next one. Returns how many."""
         if self.tier is None:
             return 0
         commands, removed = self.tier.scheduler.clear()
@@ -206,6 +221,7 @@ class Sidecar:
             tasks = [task for lanes in tier.all_lanes for task in lanes.tasks]
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
+        self._watch.look()
         self._tiers.close()
 
     def _close_tier(self, tier: OpenTier) -> None:

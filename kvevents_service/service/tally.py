@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from kvevents_service.core.journal import PendingBatch
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta, RemovedRun
+from kvevents_service.core.privacy import mapped
 from kvevents_service.wire.dialects import Dialect, Groups
 
 LATEST: Final = 40
@@ -38,9 +39,10 @@ class Told(NamedTuple):
 
 
 class Tally:
-    """Every event of every batch that was sent."""
+    """Every event of every batch that was sent. hash_key: hashes are shown as outputs with that key name them."""
 
-    def __init__(self) -> None:
+    def __init__(self, hash_key: bytes | None = None) -> None:
+        self._hash_key = hash_key
         self.events: Counter[Kind] = Counter()
         self.blocks: Counter[Kind] = Counter()
         self._latest: deque[tuple[int, float, Kind, int, int, bytes, bytes]] = deque(maxlen=LATEST)
@@ -58,9 +60,14 @@ class Tally:
     def latest(self) -> list[Told]:
         """The last `LATEST` events, the newest last."""
         return [
-            Told(seq, ts, kind.type, kind.medium, group, blocks, _short(first), _short(last))
+            Told(seq, ts, kind.type, kind.medium, group, blocks, self._short(first), self._short(last))
             for seq, ts, kind, group, blocks, first, last in self._latest
         ]
+
+    def _short(self, block_hash: bytes) -> str:
+        """The same 8 digits that `kvevents tail` shows."""
+        name = block_hash if self._hash_key is None or not block_hash else mapped(block_hash, self._hash_key)
+        return name[-8:][:SHORT_BYTES].hex()
 
     def said_in(self, dialect: Dialect) -> Iterator[tuple[str, str, int]]:
         """Type, medium as the dialect calls it, and how many events it says of what was counted."""
@@ -92,8 +99,3 @@ def _let_through(dialect: Dialect, kind: Kind) -> str | None:
     if (kind.inner and not dialect.inner) or (dialect.groups is Groups.MAIN and not kind.main):
         return None
     return dialect.medium(kind.medium)
-
-
-def _short(block_hash: bytes) -> str:
-    """The same 8 digits that `kvevents tail` shows."""
-    return block_hash[-8:][:SHORT_BYTES].hex()

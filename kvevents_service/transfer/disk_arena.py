@@ -105,6 +105,7 @@ class DiskArena:
         """Engine blocks -> slots. OSError if one write failed; until all is well the slots hold nothing."""
         for slot in slots:
             self.sums[slot] = NOTHING
+        self._device.forget(slots)
 
         window = self._in_place(memory, blocks)
 

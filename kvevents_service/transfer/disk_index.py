@@ -71,6 +71,7 @@ class DiskIndex:
         self._faults = faults
         self._header: Header | None = None
         self._arenas: Sequence[Sums] = ()
+        self._written = bytearray()
         self._stamp = self._queued = 0
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvevents-disk-index")
@@ -91,13 +92,14 @@ class DiskIndex:
         """
         kept, self._kept = self._kept, None
         self._settle()
-        self._arenas = arenas
+        self._arenas, self._written = arenas, bytearray(layout.cut[0])
         if kept is None or kept.header.layout != layout:
             self._count("disk_layouts_void", kept is not None)
             self._begin(layout)
             return []
         self._header, self._stamp = kept.header, kept.stamp
         for slot, sums in kept.sums.items():
+            self._written[slot] = True
             for arena, value in zip(arenas, sums, strict=True):
                 arena.sums[slot] = value
         self._count("disk_blocks_recovered", len(kept.sums))
@@ -112,12 +114,19 @@ class DiskIndex:
                 sums = list(zip(*([arena.sums[slot] for slot in run.slots] for arena in self._arenas), strict=True))
                 self._writer.submit(self._write, header, self._stamp, run, sums)
                 self._stamp += len(run.slots)
+                for slot in run.slots:
+                    self._written[slot] = True
 
     def forget(self, slots: array[int]) -> None:
-        """The bytes of these slots are gone: they are not to be found again."""
-        header = self._header
-        if header is not None:
-            self._writer.submit(self._erase, header, slots)
+        """The bytes of these slots are gone, or about to be: they are not to be found again. From any thread."""
+        header, written = self._header, self._written
+        if header is None:
+            return
+        named = array("i", (slot for slot in slots if written[slot]))
+        for slot in named:
+            written[slot] = False
+        if named:
+            self._writer.submit(self._erase, header, named)
 
     def void(self) -> None:
         """Forget every block, before this returns and for good: the file is synced, which may take some ms.
@@ -184,7 +193,10 @@ class DiskIndex:
     # in the writer's thread
 
     def _write(self, header: Header, stamp: int, run: StoreRun, sums: list[tuple[int, ...]]) -> None:
-        inner, packed = inner_names(run), []
+        inner: dict[int, list[Name]] = {}
+        for place, meta in run.inner_places():
+            inner.setdefault(place, []).append(name_of(meta))
+        packed = []
         for position, slot in enumerate(run.slots):
             name = name_of(run.meta.part(position, position + 1))
             record = Record(run.meta.group.index, name, sums[position], inner.get(position, []))
@@ -205,22 +217,6 @@ class DiskIndex:
                 write_all(self._file.fd, memoryview(data), HEADER_BYTES + slot * header.entry_bytes)
             except OSError as error:
                 self._faults.count_error(error)
-
-
-def inner_names(run: StoreRun) -> dict[int, list[Name]]:
-    """The names of prefixes that end inside the blocks of a run, by the block's place in it.
-
-    A prefix ends in the block behind the one that its parent ends, or in the one inside which its parent ends.
-    """
-    places: dict[bytes | None, int] = {run.meta.parent_block_hash: 0}
-    places |= {run.meta.hash_at(place): place + 1 for place in range(run.meta.blocks)}
-    named: dict[int, list[Name]] = {}
-    for meta in run.inner:
-        place = places.get(meta.parent_block_hash)
-        if place is not None:
-            places[meta.block_hashes] = place
-            named.setdefault(place, []).append(name_of(meta))
-    return named
 
 
 def read_index(fd: int, medium: str) -> Kept | None:

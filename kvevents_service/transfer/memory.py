@@ -197,7 +197,7 @@ def _check_seals(fd: int) -> None:
 
 def _path(shm_name: str) -> str:
     name = shm_name.removeprefix("/")
-    if not name or "/" in name or name.startswith("."):
+    if not name or "/" in name or "\0" in name or name.startswith("."):
         raise ControlError("bad_memory", "shm_name", "the plain name of a POSIX shared memory object")
     return os.path.join(SHM_DIR, name)
 

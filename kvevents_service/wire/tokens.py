@@ -25,8 +25,9 @@ _loose: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
 class TokenIds(Sequence[int]):
     """As the list of them: equal to it, shown as it, and a list once pickled or copied. Its length is free.
 
-    Whatever reads a value raises WireError (field "token_ids[i]") if one is no int. For encoders that take only
-    what they know, such as msgspec's and json's: `enc_hook=list`, `default=list`.
+    Until it is read it keeps the whole message that it came in. Whatever reads a value raises WireError (field
+    "token_ids[i]") if one is no int. For encoders that take only what they know, such as msgspec's and json's:
+    `enc_hook=list`, `default=list`.
     """
 
     __slots__ = ("_count", "_raw", "_values")

@@ -122,7 +122,7 @@ def test_bad_settings_exit_with_2_and_name_the_setting(serve) -> None:
     [
         (["--host-bytes", "0", "--disk-bytes", "4096"], "disk_path"),
         (["--host-bytes", "0", "--disk-path", "/tmp"], "disk_bytes"),
-        (["--host-bytes", "1", "--disk-path", "/tmp", "--disk-bytes", "4096"], "host_bytes"),
+        (["--host-bytes", "-1", "--disk-path", "/tmp", "--disk-bytes", "4096"], "host_bytes"),
         (["--host-bytes", "0", "--disk-path", "/dev/null", "--disk-bytes", "4096"], "disk_path"),
         (["--host-bytes", "0", "--disk-path", "/tmp", "--disk-bytes", str(1 << 60)], "disk_bytes"),
         (["--disk-bytes", "4096.0"], "'--disk-bytes'"),

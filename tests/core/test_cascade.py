@@ -9,7 +9,9 @@ import pytest
 from core.models import UNIT, groups
 from core.prompts import Path, hashes, offer, with_inner, with_tail
 from kvevents_service.core.cascade import Cascade
+from kvevents_service.core.commands import Copy, Keep, Publish, Reply
 from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun, StoreRun, snapshot
+from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.testing import Chain, HeldCopies, InstantCopies, make_chain
@@ -467,6 +469,30 @@ def test_counters_of_both_tiers_are_told_apart() -> None:
     assert (stats["blocks_resident"], stats["disk_blocks_resident"], stats["disk_blocks_free"]) == (4, 4, 4)
     assert (stats["blocks_stored"], stats["disk_blocks_stored"], stats["blocks_demoted"]) == (8, 4, 4)
     assert (stats["blocks_removed"], stats["disk_blocks_removed"]) == (4, 0)
+
+
+def test_a_tier_that_keeps_its_blocks_is_told_of_them_right_behind_their_announcement() -> None:
+    spec = TierSpec("STORAGE", 8, 32, ONE, UNIT, keeps=True)
+    scheduler = Cascade(spec._replace(medium="CPU", keeps=False), spec, Limits(headroom_divisor=1))
+    scheduler.hello(1, 1000)
+    copies = HeldCopies(scheduler)
+    store(copies, ABCD)
+    (stored,) = copies.pending
+    assert {type(command) for command in scheduler.complete(stored)} == {Publish, Reply}
+    (demote,) = [command.transfer for command in scheduler.tick(0.0) if isinstance(command, Copy)]
+    publish, keep = scheduler.complete(demote)
+    assert isinstance(publish, Publish)
+    assert keep == Keep(demote.runs)
+
+
+def test_what_a_tier_that_keeps_its_blocks_did_not_announce_it_is_not_told_of() -> None:
+    scheduler = OffloadScheduler(TierSpec("STORAGE", 8, 32, ONE, UNIT, keeps=True))
+    scheduler.hello(1, 1000)
+    copies = HeldCopies(scheduler)
+    store(copies, ABCD)
+    scheduler.reset(1, Reset(1))
+    (late,) = copies.pending
+    assert {type(command) for command in scheduler.complete(late)} == {Reply}
 
 
 def test_what_was_on_the_disk_before_the_process_is_announced_and_promoted() -> None:

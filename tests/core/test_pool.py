@@ -1,5 +1,6 @@
 """The block pool: slots, prefix closure, pins and who may leave."""
 
+import msgspec
 import pytest
 
 from core.prompts import FULL, LATENT
@@ -307,6 +308,24 @@ def test_what_is_adopted_can_be_found_evicted_and_built_upon() -> None:
     assert allocate(pool, EF).evicted == []
     assert [name for _, name, _ in allocate(pool, make_chain(range(90, 98), 2)).evicted] == list(ABCD.hashes[::-1])
     pool.check()
+
+
+def test_inner_names_of_what_is_adopted_come_with_the_block_that_has_them() -> None:
+    pool, meta = BlockPool(6, 1), meta_of(ABCD)
+    ending = inside(b"i", ABCD.hashes[1]), inside(b"j", b"i")
+    foreign, taken = inside(b"k", b"nowhere"), inside(ABCD.hashes[0], None)
+    assert pool.adopt([StoreRun(meta, [5, 1, 0, 3], (*ending, foreign, taken))]) == [meta, *ending]
+    pool.check()
+    assert [pool.inner_slot(0, name) for name in (b"i", b"j", b"k")] == [0, 0, None]
+    assert pool.more_names(0) == list(ending)
+    assert pool.adopt([StoreRun(meta_of(EF), [2, 4], (inside(b"i", None),))]) == [meta_of(EF)]
+    assert pool.inner_slot(0, b"i") == 0
+
+
+def inside(name: bytes, parent: bytes | None) -> BlockStoreMeta:
+    return msgspec.structs.replace(
+        meta_of(EF.part(0, 1)), block_hashes=name, hash_bytes=len(name), parent_block_hash=parent, inner=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """The fold: what a stream says is resident, and what it did wrong."""
 
+from collections import Counter
+
+import msgspec
 import pytest
 
 from kvevents_service.core.residency import Residency, Shelf, key64
@@ -86,6 +89,14 @@ def test_what_a_true_stream_never_does_is_counted(fault: str, events: list[Event
     residency = fold(*events)
     assert +residency.faults == {fault: 1}
     with pytest.raises(AssertionError, match=fault):
+        residency.check()
+
+
+def test_a_store_of_an_output_that_hides_tokens_is_no_fault() -> None:
+    residency = fold(msgspec.structs.replace(stored(1, 2), token_ids=[]))
+    assert (residency.hashes("CPU", 0), +residency.faults, residency.redacted) == ({1, 2}, Counter(), 1)
+    residency.check(redacted=True)
+    with pytest.raises(AssertionError, match="1 stores without token ids"):
         residency.check()
 
 

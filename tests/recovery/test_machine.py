@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from kvevents_service.core.sequence import HoldLimits
-from kvevents_service.feed import Options
+from kvevents_service.lane import Options
 from recovery.network import Network
 from recovery.readers import (
     FEED_OUTPUTS,

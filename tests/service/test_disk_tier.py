@@ -14,10 +14,11 @@ from test_engine_plane import RawPeer, chain, engine_hello, fold
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.residency import key64
+from kvevents_service.engine.layout import uniform_layers
 from kvevents_service.errors import ConfigError
 from kvevents_service.service.app import Service, started
 from kvevents_service.testing import make_chain
-from kvevents_service.wire.control import Error
+from kvevents_service.wire.control import Error, Memory, Reset, Welcome
 
 TRACE = files("kvevents_service") / "data" / "conversation-200.jsonl"
 BLOCK_BYTES = 128
@@ -158,3 +159,42 @@ async def test_a_disk_that_cannot_be_had_ends_the_start(tmp_path: Path, path: st
         async with started(config):
             pass
     assert error.value.setting == setting
+
+
+async def test_a_disk_without_direct_io_is_said_in_the_log(
+    run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file of less than two sectors has none."""
+    disk = {"host_bytes": None, "disk_path": str(tmp_path), "disk_bytes": 4096}
+    async with run(**disk):
+        assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+            f"disk_path: no direct I/O in {tmp_path}: copies go through the page cache"
+        ]
+    caplog.clear()
+    async with run(**disk, disk_page_cache=True):
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+async def test_a_reset_that_the_disk_is_not_told_of_is_no_success(run, engine, tmp_path: Path) -> None:
+    disk = {"host_bytes": None, "disk_path": str(tmp_path), "disk_bytes": 4096, "disk_keep": True}
+    async with run(**disk) as service:
+        mini = await asyncio.to_thread(engine)
+        await asyncio.to_thread(mini.store, chain(1, 4), [0, 1, 2, 3])
+        fd = service.sidecar._tiers.storages[0]._index._file.fd
+        kept, full = os.dup(fd), os.open("/dev/full", os.O_RDWR)
+        os.dup2(full, fd)
+        name = f"kvevents-test-reset-{os.getpid()}"
+        Path("/dev/shm", name).write_bytes(bytes(8192))
+        async with RawPeer(service.ready.engine_socket) as peer:
+            same = {"memories": [Memory(8192, name)], "regions": uniform_layers(2, 64, 64)}
+            await peer.send(engine_hello(**same))
+            assert isinstance(await peer.answer(), Welcome)
+            await peer.send(Reset(5))
+            answer = await peer.answer()
+        os.dup2(kept, fd)
+        os.close(full)
+        os.close(kept)
+        assert isinstance(answer, Error)
+        assert (answer.call_id, answer.code, answer.field) == (5, "not_forgotten", "disk_path")
+        assert service.sidecar.stats()["blocks_resident"] == 0
+        await check(service, service.sidecar.inspect(1, residents=True))

@@ -201,6 +201,7 @@ def engine_hello(**changes: object) -> Hello:
         (engine_hello(), "bad_memory", "shm_name"),
         (engine_hello(memories=[Memory(4096)]), "bad_memory", "memories"),
         (engine_hello(memories=[Memory(4096, "../etc/passwd")]), "bad_memory", "shm_name"),
+        (engine_hello(memories=[Memory(4096, "a\0b")]), "bad_memory", "shm_name"),
         (engine_hello(regions=[]), "bad_memory", "regions"),
         (engine_hello(regions=[Region("l", 1, 0, 64, 64, 64)]), "bad_memory", "regions[0].memory"),
         (engine_hello(regions=[Region("l", 0, 0, 64, 64, 65)]), "bad_memory", "regions[0]"),

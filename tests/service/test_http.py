@@ -47,6 +47,15 @@ async def endless() -> Response:
     return Response(HTTPStatus.OK, pieces())
 
 
+async def ticking() -> Response:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"x" * 8192
+            await asyncio.sleep(0.02)
+
+    return Response(HTTPStatus.OK, pieces())
+
+
 async def breaking() -> Response:
     async def pieces() -> AsyncGenerator[bytes, None]:
         yield b"first"
@@ -62,6 +71,7 @@ ROUTES = {
     "/broken": broken,
     "/numbers": numbers,
     "/endless": endless,
+    "/ticking": ticking,
 }
 
 
@@ -108,7 +118,7 @@ async def settled(server: HttpServer) -> None:
         (b"GET /hello HTTP/1.0\r\n\r\n", b"200 OK", b"hello\n"),
         (b"HEAD /hello HTTP/1.1\r\nHost: x\r\n\r\n", b"200 OK", b""),
         (b"HEAD /numbers HTTP/1.1\r\nHost: x\r\n\r\n", b"200 OK", b""),
-        (GET % b"/nowhere", b"404 Not Found", b"there are: /breaking, /hello, /big, /broken, /numbers, /endless\n"),
+        (GET % b"/nowhere", b"404 Not Found", f"there are: {', '.join(ROUTES)}\n".encode()),
         (GET % b"/../hello", b"404 Not Found", None),
         (b"POST /hello HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab", b"405 Method Not Allowed", None),
         (b"GET /hello HTTP/1.1\r\n\r\n", b"400 Bad Request", None),
@@ -187,6 +197,30 @@ async def test_who_leaves_in_the_middle_leaves_nothing(path: bytes) -> None:
         await writer.drain()
         writer.transport.abort()
         assert b"hello" in await ask(server, GET % b"/hello")
+        await settled(server)
+
+
+async def test_who_leaves_between_two_pieces_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as server:
+        for _ in range(5):
+            with socket.create_connection(server._socket.getsockname()) as client:
+                client.sendall(GET % b"/ticking")
+                await asyncio.sleep(0.05)
+                assert client.recv(10) == b"HTTP/1.1 2"  # the rest is left there: the end is a reset
+            await settled(server)
+        assert (server.failed, server.refused) == (0, 5)
+    assert not caplog.records
+
+
+async def test_a_page_that_is_not_read_keeps_its_place_for_some_pieces_only() -> None:
+    async with serving(write_s=0.1) as server:
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(server._socket.getsockname())
+            client.sendall(GET % b"/ticking")
+            async with asyncio.timeout(2):  # not 100 pieces
+                while not server.refused:
+                    await asyncio.sleep(0.01)
         await settled(server)
 
 

@@ -90,6 +90,27 @@ async def test_history_live_and_snapshot_say_the_same_under_other_names(
         assert all(event.token_ids == [] and event.extra_keys is None for event in stores)
 
 
+@pytest.mark.parametrize("open_too", [False, True])
+async def test_operators_see_the_names_that_readers_do(
+    tmp_path: Path, engine, salt_file: Path, open_too: bool
+) -> None:
+    hiding = OutputConfig(FREE, hash_salt_file=str(salt_file))
+    outputs = (hiding, OutputConfig(FREE)) if open_too else (hiding, hiding)
+    config = ServeConfig(
+        str(tmp_path / "run" / "engine.sock"), host_bytes=10 * 128, outputs=outputs, admin=FREE[6:]
+    )
+    async with started(config) as service, asyncio.TaskGroup() as group:
+        tasks = [group.create_task(part) for part in service.parts()]
+        mini = await asyncio.to_thread(engine)
+        await asyncio.to_thread(mini.store, CHAIN, list(range(8)))
+        (told,) = service.publisher.tally.latest()
+        for task in tasks:
+            task.cancel()
+    ends = CHAIN.hashes[0], CHAIN.hashes[-1]
+    names = ends if open_too else [mapped(name, key_of(SALT)) for name in ends]
+    assert [told.first, told.last] == [name[-8:-4].hex() for name in names]
+
+
 @pytest.mark.parametrize("dialect", ["dynamo", "llm-d", "vllm-router", "aibrix", "sglang"])
 def test_a_dialect_whose_readers_need_tokens_cannot_hide_them(dialect: str) -> None:
     with pytest.raises(ConfigError, match="find prompts by token ids") as error:

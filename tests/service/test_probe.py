@@ -15,6 +15,7 @@ from kvevents_service.service.app import Service, started
 from kvevents_service.service.probe import Probe
 from kvevents_service.testing import make_chain
 from kvevents_service.transfer.arena import BlocksLost
+from kvevents_service.transfer.memory import EngineMemory
 
 SOON_S = 0.2
 
@@ -74,6 +75,28 @@ async def test_a_copy_that_hangs_is_seen(run, engine, held: threading.Event, dir
         worker._copy = lambda *_: held.wait(60)
         probed = await probe_of(service, SOON_S).ask()
         assert (probed.ready, probed.failed, list(probed.seconds)) == (False, "copy", ["engine_socket"])
+        worker._copy = good
+        held.set()
+        assert (await probe_of(service).ask()).ready
+
+
+async def test_probes_do_not_pile_up_behind_a_copy_that_hangs(run, engine, held: threading.Event) -> None:
+    async with run() as service:
+        await asyncio.to_thread(engine)
+        worker = service.sidecar.tier.lanes[0]._workers["load"]
+        good, taken = worker._copy, set()
+
+        def hanging(memory: EngineMemory, *_: object) -> None:
+            taken.add(memory)
+            held.wait(5)
+
+        worker._copy = hanging
+        probe = probe_of(service, 0.05)
+        for _ in range(5):
+            assert (await probe.ask()).failed == "copy"
+        assert [future.done() for future in worker._open] == [False]
+        waiting = [job.memory.views for job in worker._jobs._queue]  # type: ignore[attr-defined]
+        assert (len(taken), waiting) == (1, [[]] * 4)  # nothing of theirs is mapped any more
         worker._copy = good
         held.set()
         assert (await probe_of(service).ask()).ready

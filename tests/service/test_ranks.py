@@ -358,11 +358,11 @@ async def test_a_rank_of_a_tier_in_use_keeps_its_layout(run) -> None:
             await first.send(named(worker_hello(rank=0)))
             await first.answer()
             assert isinstance(await worker_answer(service, rank=1), Welcome)
-            await until(lambda: service.sidecar.roster.workers == 1)
+            await until(lambda: service.sidecar.roster.places == 2)  # the engine and the first rank
             answer = await worker_answer(service, rank=1, regions=[Region("l", 0, 0, 32, 64, 8)])
             assert (answer.code, answer.field) == ("other_layout", "regions")
             assert "64" in answer.expected
-        await until(lambda: service.sidecar.roster.workers == 0)
+        await until(lambda: service.sidecar.roster.places == 1)
         answer = await worker_answer(service, rank=0, regions=[Region("l", 0, 0, 32, 64, 8)])
         assert answer.code == "other_layout"
         assert isinstance(await worker_answer(service, rank=0), Welcome)

@@ -2,12 +2,25 @@
 
 import logging
 
-from kvevents_service.service.rarely import BURST, INTERVAL_S, RateLimit, is_told
+import pytest
+
+from kvevents_service.service.rarely import BURST, INTERVAL_S, RateLimit, is_told, is_told_since
 from kvevents_service.testing import ManualClock
 
 
 def test_each_power_of_ten_is_told() -> None:
     assert [count for count in range(1, 2001) if is_told(count)] == [1, 10, 100, 1000]
+
+
+@pytest.mark.parametrize(("before", "count"), [(0, 1), (0, 7), (3, 10), (9, 1234), (99, 100)])
+def test_a_counter_that_jumped_over_a_power_of_ten_is_told(before: int, count: int) -> None:
+    assert is_told_since(before, count)
+    assert not is_told_since(count, count)
+
+
+@pytest.mark.parametrize(("before", "count"), [(0, 0), (1, 2), (10, 99), (100, 999)])
+def test_a_counter_between_two_powers_of_ten_is_not(before: int, count: int) -> None:
+    assert not is_told_since(before, count)
 
 
 def record(line: int, message: str = "m") -> logging.LogRecord:

@@ -137,7 +137,14 @@ async def test_a_file_that_lost_its_bytes_costs_a_miss_and_no_more(both, engine)
             await store(service, mini, seed)
         service.sidecar.tier.scheduler.demotions.rest()  # no write is to make the file longer before the load
         os.ftruncate(service.sidecar._tiers.storages[1].fd, 0)
+        behind = service.sidecar.stats()["disk_blocks_resident"]
         assert await loads(mini, 0) == 0
+        stats = service.sidecar.stats()
+        assert (stats["disk_blocks_lost"], stats["disk_blocks_removed"]) == (LENGTH, LENGTH)
+        assert (stats["disk_errors_short"], stats["disk_blocks_resident"]) == (LENGTH, behind - LENGTH)
+        folded = await check(service)
+        assert not {key64(name) for name in chain(0, LENGTH).hashes} & folded.hashes("STORAGE", 0)
+        assert folded.removed == stats["blocks_removed"] + LENGTH
         assert await loads(mini, 8) == LENGTH
         await store(service, mini, 40)
         await check(service)

@@ -9,15 +9,16 @@ from kept_blocks import FULL, LAYOUT, MEDIUM, WINDOW, chain, facts, hash_of, inn
 
 from kvevents_service.core.metadata import BlockStoreMeta, StoreRun
 from kvevents_service.transfer.disk_chains import MAX_RUN_BLOCKS, recover
-from kvevents_service.transfer.disk_index import inner_names
-from kvevents_service.transfer.disk_record import Entry, Record, name_of
+from kvevents_service.transfer.disk_record import Entry, Name, Record, name_of
 
 
 def entries(*runs: StoreRun, stamp: int = 0) -> list[tuple[int, Entry]]:
     """What an index has of these runs."""
     found = []
     for run in runs:
-        names = inner_names(run)
+        names: dict[int, list[Name]] = {}
+        for place, meta in run.inner_places():
+            names.setdefault(place, []).append(name_of(meta))
         for place, slot in enumerate(run.slots):
             name = name_of(run.meta.part(place, place + 1))
             record = Record(run.meta.group.index, name, (slot,), names.get(place, []))
@@ -77,7 +78,7 @@ def test_names_inside_blocks_come_with_them() -> None:
     first = inner("i", None), inner("j", hash_of("i", 0))
     second = inner("k", hash_of("a", 1)), inner("l", hash_of("k", 0))
     stored = run(meta, 4, (*first, *second))
-    assert {place: len(names) for place, names in inner_names(stored).items()} == {0: 2, 2: 2}
+    assert [place for place, _ in stored.inner_places()] == [0, 0, 2, 2]
     (back,) = recover(LAYOUT, MEDIUM, entries(stored))
     assert facts([back]) == facts([stored])
     kept = [entry for entry in entries(stored) if entry[0] != 6]

@@ -276,10 +276,11 @@ def test_an_index_that_has_lost_its_end_is_read_as_far_as_it_goes(kept: Path) ->
 
 
 def test_bytes_that_were_overwritten_are_never_given_out_for_what_was_there(kept: Path) -> None:
-    """The sidecar died between a store into a slot and the entry of it."""
-    tier = Tier(kept)
+    """The machine died between a store into a slot and the end of its old entry."""
+    tier, index = Tier(kept), (kept / INDEX_NAME).read_bytes()
     tier.arena.store(tier.engine.memory, ints(40), ints(5))
     tier.end()
+    (kept / INDEX_NAME).write_bytes(index)
     again = Tier(kept)
     assert facts(again.found) == facts(ALL)
     assert again.lost_of(*USED) == [5]
@@ -288,6 +289,18 @@ def test_bytes_that_were_overwritten_are_never_given_out_for_what_was_there(kept
     assert 5 not in [slot for stored in third.found for slot in stored.slots]
     assert third.lost_of(3, 4, 8, 20, 21, 30, 31) == []
     third.end()
+
+
+def test_a_block_whose_slot_is_taken_is_not_found_nor_what_is_behind_it(kept: Path) -> None:
+    """Whether the copy into the slot goes well or not, and whatever it is of."""
+    tier = Tier(kept)
+    tier.arena.store(tier.engine.memory, ints(40), ints(4))
+    with instead(tier.storage, "/dev/full"), pytest.raises(OSError, match="No space"):
+        tier.arena.store(tier.engine.memory, ints(41), ints(30))
+    tier.end()
+    again = Tier(kept)
+    assert facts(again.found) == facts([run(TRUNK.meta.part(0, 1), 3), run(LOOSE.meta.part(1, 2), 31)])
+    again.end()
 
 
 def test_a_slot_that_is_taken_before_its_entry_is_written_does_not_lend_it_its_bytes(tmp_path: Path) -> None:
@@ -299,7 +312,9 @@ def test_a_slot_that_is_taken_before_its_entry_is_written_does_not_lend_it_its_b
     gate.set()
     tier.end()
     again = Tier(tmp_path)
-    assert again.lost_of(*USED) == [5]
+    found = [slot for stored in again.found for slot in stored.slots]
+    assert set(USED) - set(found) == {5, 9}
+    assert again.lost_of(*found) == []
     again.end()
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from pathlib import Path
 
+from index_thread import IndexThread
 from processes import Child, answers, ask, free_port
 from stage import Sidecar
 
-from kvevents_service.prefix_index import PrefixIndex
-from kvevents_service.subscriber import Source, Subscriber
+from kvevents_service.subscriber import Source
 
 BLOCK_SIZE = 32
 MODEL = "e2e"
@@ -56,38 +54,19 @@ class Dynamo(Asked):
 
 
 class Ours(Asked):
-    """`Subscriber` and `PrefixIndex`, in a loop of their own thread."""
+    """`Subscriber` and `PrefixIndex`."""
 
     name = "kvevents PrefixIndex"
 
     def __init__(self, sidecar: Sidecar) -> None:
-        self._source = Source(*sidecar.outputs["vllm"])
-        self._index = PrefixIndex(BLOCK_SIZE)
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._follow(),), daemon=True)
-        self._thread.start()
-
-    async def _follow(self) -> None:
-        async with Subscriber(self._source) as subscriber, asyncio.TaskGroup() as group:
-            fold = group.create_task(self._fold(subscriber))
-            await self._stop.wait()
-            fold.cancel()
-
-    async def _fold(self, subscriber: Subscriber) -> None:
-        async for item in subscriber:
-            self._index.take(item)
+        self._index = IndexThread(Source(*sidecar.outputs["vllm"]), BLOCK_SIZE)
 
     def _cpu(self, prompt: list[int]) -> int:
-        return asyncio.run_coroutine_threadsafe(self._match(prompt), self._loop).result(5.0)
-
-    async def _match(self, prompt: list[int]) -> int:
-        found = list(self._index.match(prompt).values())
-        return found[0].media.get("CPU", 0) if found else 0
+        found = self._index.match(prompt)
+        return found.media.get("CPU", 0) if found else 0
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10.0)
+        self._index.close()
 
 
 def start(interop: Path, sidecar: Sidecar, directory: Path) -> Dynamo | Ours:

@@ -1,9 +1,9 @@
 """`make interop`: real routers, unmodified, subscribed to a running sidecar.
 
-    python tools/interop DIR [--large] [--consumer NAME]... [--scenario WORD]...
+    python tools/interop DIR [--engine DIR] [--large] [--consumer NAME]... [--scenario WORD]...
 
-DIR is where setup.sh put the programs. Prints one JSON line per consumer and scenario.
-Exit code 1 if one is not ok.
+DIR is where setup.sh put the programs; the engine's, where vLLM for CPU is. Prints one JSON line per consumer and
+scenario. Exit code 1 if one is not ok.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,8 @@ import stand_ins
 from consumer import Kind
 from dynamo import Dynamo
 from prefix_index import Ours
+from relay_scenarios import RELAY_SCENARIOS, RelayScenario
+from relay_stage import EngineHome, RelayStage
 from scenarios import LARGE_SCENARIOS, SCENARIOS, Scenario
 from stage import Line, Stage
 from vllm_router import VllmRouter
@@ -43,13 +45,23 @@ def play(scenario: Scenario, asked: Sequence[Kind], directory: Path) -> Iterator
     stage = Stage(
         directory, asked, blocks=scenario.blocks, retained=scenario.retained, check_s=scenario.check_s
     )  # fmt: skip
+    yield from _played(scenario.name, scenario.play(stage), stage, asked)
+
+
+def play_relay(scenario: RelayScenario, home: EngineHome, asked: Sequence[Kind], directory: Path) -> Iterator[Line]:
+    """The same, behind a relay of a real engine."""
+    stage = RelayStage(directory, asked, home)
+    yield from _played(scenario.name, scenario.play(stage), stage, asked)
+
+
+def _played(name: str, found_at: Iterator[dict[str, str]], stage: Stage, asked: Sequence[Kind]) -> Iterator[Line]:
     wrong: dict[str, str] = {}
     points = 0
     try:
-        for points, found in enumerate(scenario.play(stage), 1):
-            for name, what in found.items():
+        for points, found in enumerate(found_at, 1):
+            for who, what in found.items():
                 if what:
-                    wrong.setdefault(name, f"at point {points}: {what}")
+                    wrong.setdefault(who, f"at point {points}: {what}")
     except (OSError, RuntimeError, KvEventsError) as error:
         wrong |= {kind.name: f"the scenario broke off: {error!r}" for kind in asked if kind.name not in wrong}
     finally:
@@ -57,7 +69,7 @@ def play(scenario: Scenario, asked: Sequence[Kind], directory: Path) -> Iterator
     wrong = stage.failed | wrong
     for kind in asked:
         detail = wrong.get(kind.name, f"{len(stage.prompts)} prompts right at {points} points")
-        yield Line(kind.name, kind.real, scenario.name, kind.name not in wrong, detail)
+        yield Line(kind.name, kind.real, name, kind.name not in wrong, detail)
 
 
 def main() -> int:
@@ -65,6 +77,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--consumer", action="append", default=[], help="only those whose name has this in it")
     parser.add_argument("--scenario", action="append", default=[], help="only those whose name has this in it")
+    parser.add_argument("--engine", type=Path, help="where a vLLM engine is: venv/bin/python and model")
     parser.add_argument("--large", action="store_true", help="instead: 300,000 blocks and a million, for the real")
     options = parser.parse_args()
     asked = [kind for kind in kinds(options.directory.resolve()) if _chosen(kind.name, options.consumer)]
@@ -73,18 +86,32 @@ def main() -> int:
     all_ok = True
     for scenario in LARGE_SCENARIOS if options.large else SCENARIOS:
         if _chosen(scenario.name, options.scenario):
-            all_ok &= report(scenario, asked)
+            all_ok &= report(scenario.name, partial(play, scenario, asked))
+    if not options.large:
+        all_ok &= relayed(options.engine, asked, options.scenario)
     return 0 if all_ok else 1
 
 
-def report(scenario: Scenario, asked: Sequence[Kind]) -> bool:
+def relayed(engine: Path | None, asked: Sequence[Kind], words: Sequence[str]) -> bool:
+    """The rows that need a real engine, with the consumers that are real: `engine` is where it was set up."""
+    chosen = [scenario for scenario in RELAY_SCENARIOS if _chosen(scenario.name, words)]
+    if engine is None:
+        if chosen:
+            sys.stderr.write(f"interop: {len(chosen)} rows with a real vLLM engine are left out: --engine DIR\n")
+        return True
+    home = EngineHome(engine / "venv/bin/python", engine / "model")
+    real = [kind for kind in asked if kind.real]
+    return all([report(scenario.name, partial(play_relay, scenario, home, real)) for scenario in chosen])
+
+
+def report(name: str, played: Callable[[Path], Iterator[Line]]) -> bool:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvevents-interop-") as directory:
-        lines = list(play(scenario, asked, Path(directory)))
+        lines = list(played(Path(directory)))
     for line in lines:
         sys.stdout.write(json.dumps(line._asdict()) + "\n")
     sys.stdout.flush()
-    sys.stderr.write(f"interop: {scenario.name}: {time.monotonic() - started:.1f} s\n")
+    sys.stderr.write(f"interop: {name}: {time.monotonic() - started:.1f} s\n")
     return all(line.ok for line in lines)
 
 

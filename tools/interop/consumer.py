@@ -18,10 +18,11 @@ Answer = tuple[int, ...]
 
 
 class Endpoints(NamedTuple):
-    """Where one output of a publisher is: events and replay."""
+    """Where one output of a publisher is: events and replay; and how large its blocks are."""
 
     pub: str
     replay: str
+    block_size: int = BLOCK_SIZE
 
 
 class Consumer(ABC):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from consumer import BLOCK_SIZE, MODEL, Answer, Consumer, Endpoints
+from consumer import MODEL, Answer, Consumer, Endpoints
 from processes import Child, answers, ask, free_port
 from truth import Held, run
 
@@ -43,7 +43,7 @@ class Dynamo(Consumer):
             "endpoint": endpoints.pub,
             "replay_endpoint": endpoints.replay,
             "model_name": MODEL,
-            "block_size": BLOCK_SIZE,
+            "block_size": endpoints.block_size,
             "dp_rank": 0,
         }
         ask(self._port, "POST", "/register", body)

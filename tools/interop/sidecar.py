@@ -37,7 +37,7 @@ class Sidecar:
             f"retained_batches = {retained}",
         ]
         for dialect, topic in topics.items():
-            pub, replay = self.outputs[dialect]
+            pub, replay, _ = self.outputs[dialect]
             lines += ["[[outputs]]", f'pub = "{pub}"', f'replay = "{replay}"']
             lines += [f'dialect = "{dialect}"', f'topic = "{topic}"']
         return "\n".join(lines) + "\n"

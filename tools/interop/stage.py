@@ -49,6 +49,8 @@ class Joined(NamedTuple):
 class Stage:
     """One scenario's sidecar, prompts and consumers."""
 
+    block_size = BLOCK_SIZE
+
     def __init__(
         self,
         directory: Path,
@@ -109,7 +111,7 @@ class Stage:
         """Every consumer starts and subscribes. One that cannot is not ok; the others go on."""
         for kind in self.kinds:
             network = LossyNetwork(self._context, self.sidecar.outputs[kind.dialect].pub)
-            endpoints = Endpoints(network.endpoint, self.sidecar.outputs[kind.dialect].replay)
+            endpoints = Endpoints(network.endpoint, self.sidecar.outputs[kind.dialect].replay, self.block_size)
             try:
                 consumer = kind.start(endpoints, self.directory)
             except (OSError, RuntimeError) as error:
@@ -137,7 +139,7 @@ class Stage:
 
         Returns what is wrong at the end, by consumer.
         """
-        held = self.feeder.held() if self._tiers is None else self._tiers.held()
+        held = self.held()
         deadline, right_since = time.monotonic() + self._check_s, None
         while True:
             wrong = self._compare_all(held)
@@ -147,6 +149,10 @@ class Stage:
             if steady or (now > deadline and right_since is None):
                 return wrong
             time.sleep(POLL_S)
+
+    def held(self) -> Held:
+        """What is resident."""
+        return self.feeder.held() if self._tiers is None else self._tiers.held()
 
     def _compare_all(self, held: Held) -> dict[str, str]:
         wrong: dict[str, str] = {}

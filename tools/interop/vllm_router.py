@@ -15,7 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from consumer import BLOCK_SIZE, MODEL, Answer, Consumer, Endpoints
+from consumer import MODEL, Answer, Consumer, Endpoints
 from processes import Child, answers, ask, free_port
 from truth import Held, run
 
@@ -70,7 +70,7 @@ class VllmRouter(Consumer):
         return [
             *("--port", str(self._port), "--prometheus-port", str(free_port()), "--log-level", "debug"),
             *("--policy", "kv_aware", "--worker-urls", url),
-            *("--kv-event-model", MODEL, "--kv-event-block-size", str(BLOCK_SIZE)),
+            *("--kv-event-model", MODEL, "--kv-event-block-size", str(endpoints.block_size)),
             *("--kv-event-source", f"{url}={endpoints.pub}"),
             *("--kv-event-replay-source", f"{url}={endpoints.replay}"),
             *(part for tier in TIERS for part in (tier, "1")),

@@ -1,0 +1,1 @@
+"""What the soak and the fuzzer share: a sidecar process under watch, and the end's comparison."""
