@@ -25,6 +25,7 @@ from kvevents_service.errors import ConfigError
 try:
     import torch
     import vllm
+    from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -50,6 +51,8 @@ log = init_logger("vllm.kvevents")
 
 class KVEventsMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, with each step."""
+
+    __slots__ = ("said",)
 
     def __init__(self, said: Said) -> None:
         self.said = said
@@ -164,9 +167,9 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.lend_again()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
+        self._connector_metadata = connector_metadata
         if self._worker is not None:
-            self._worker.begin(connector_metadata.said)
+            self._worker.said = connector_metadata.said
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing to wait for: a block that is copied has a reference of ours, and is not given away."""
@@ -188,12 +191,12 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, None if self._worker is None else self._worker.loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
+        if self._worker is None or not self._worker.said.ended:
             return KVConnectorTransferResults()
         return KVConnectorTransferResults(set(), self._worker.loaded(), self._worker.failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.bad_blocks()
+        return set() if self._worker is None or not self._worker.said.ended else self._worker.bad_blocks()
 
     def build_connector_worker_meta(self) -> StepReport | None:
         return None if self._worker is None else StepReport(self._worker.report())
@@ -211,6 +214,8 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._vllm_config.scheduler_config.max_num_batched_tokens,
                 self._options.held_fraction,
                 ours.hit_rules(self._vllm_config, self._kv_cache_config, self._fine, self._options.load_timeout_s),
+                self._options.batch_steps,
+                not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
             )
             half = SchedulerHalf(
                 self._client,
@@ -268,8 +273,9 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # both
 
     def get_kv_connector_stats(self) -> KVEventsStats | None:
-        values = None if self._stats is None else self._stats.read()
-        return None if values is None else KVEventsStats(values)
+        if self._stats is None or (values := self._stats.read()) is None:
+            return None
+        return KVEventsStats(values)
 
     @classmethod
     def build_kv_connector_stats(cls, data: Values | None = None) -> KVEventsStats:

@@ -1,6 +1,6 @@
 """Steps that run, and the requests in them: what a step computes is there when every rank has reported the step.
 
-    begin(number, shares) -> land(number) -> those shares, and those of every step before
+    begin(number, shares) -> land(number) -> how far each request is computed in that step and every one before
 
 A request may be in several running steps at once, and may end or be preempted while it is.
 """
@@ -8,7 +8,7 @@ A request may be in several running steps at once, and may end or be preempted w
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvevents_service.engine.plan import Tables
@@ -93,14 +93,23 @@ class Flights:
             self._written.update(written)
         self._running.append(Flight(number, shares, written))
 
-    def land(self, number: int) -> Iterator[Share]:
-        """Every rank has computed this step, and so all before it."""
+    def land(self, number: int) -> Iterable[tuple[Life, int]]:
+        """Every rank has computed this step, and so all before it: each request in them, and its tokens that stand.
+
+        What a step computed of a draft that was rejected is computed again by one that may still run.
+        """
+        stops: dict[Life, int] = {}
         while self._running and self._running[0].number <= number:
             flight = self._running.popleft()
             self._unwrite(flight.written)
-            for share in flight.shares:
-                share.life.flights -= 1
-                yield share
+            for life, _, stop in flight.shares:
+                life.flights -= 1
+                stops[life] = stop
+        for flight in self._running if stops else ():
+            for life, start, _ in flight.shares:
+                if life in stops:
+                    stops[life] = min(stops[life], start)
+        return stops.items()
 
     def _blocks(self, tables: Tables, start: int, stop: int) -> Iterator[int]:
         for spans in self._spans:

@@ -60,6 +60,10 @@ class LoadEnd(NamedTuple):
     bad_blocks: tuple[int, ...] = ()
 
 
+NOTHING: dict[str, LoadEnd] = {}
+"""Of a step in which no load ended: not to be changed."""
+
+
 class HitRules(NamedTuple):
     """fine: hits may end inside a block. margin_tokens: what the engine wants to compute of every hit again."""
 
@@ -223,6 +227,8 @@ class Loads:
 
     def take_ended(self) -> dict[str, LoadEnd]:
         """What has ended since the last time, by request."""
+        if not self._ended:
+            return NOTHING
         ended, self._ended = self._ended, {}
         return ended
 

@@ -41,7 +41,10 @@ class Rank(NamedTuple):
 
 
 class WorkerHalf:
-    """`mark` puts an event behind what was given to the device so far; None where a step ends before it returns."""
+    """`mark` puts an event behind what was given to the device so far; None where a step ends before it returns.
+
+    `said` is that of the step that is about to run, or runs.
+    """
 
     def __init__(self, socket_path: str, rank: Rank, mark: Callable[[], Event] | None) -> None:
         self.client: RankClient | None = None
@@ -51,7 +54,7 @@ class WorkerHalf:
         self._places: list[Place] = []
         self._marks: deque[Mark] = deque()
         self._computed = BEFORE_ALL
-        self._said = Said(BEFORE_ALL, {})
+        self.said = Said(BEFORE_ALL, {})
 
     def __repr__(self) -> str:
         return f"<WorkerHalf rank {self._rank.rank} of {self._rank.ranks}, step {self._computed}, {self.client!r}>"
@@ -78,16 +81,12 @@ class WorkerHalf:
 
     # steps
 
-    def begin(self, said: Said) -> None:
-        """This step is about to run."""
-        self._said = said
-
     def computed(self) -> None:
         """All of this step has been given to the device."""
         if self._mark is None:
-            self._computed = self._said.step
+            self._computed = self.said.step
         else:
-            self._marks.append(Mark(self._said.step, self._mark()))
+            self._marks.append(Mark(self.said.step, self._mark()))
 
     def report(self) -> int:
         """The last step that is computed, with all before it."""
@@ -99,12 +98,12 @@ class WorkerHalf:
 
     def loaded(self) -> set[str]:
         """Requests whose load has ended, well or not."""
-        return set(self._said.ended)
+        return set(self.said.ended)
 
     def failed(self) -> set[str]:
         """Requests that must have other blocks: theirs may still be written to, or are of several groups."""
-        return {name for name, end in self._said.ended.items() if end.failed and not end.bad_blocks}
+        return {name for name, end in self.said.ended.items() if end.failed and not end.bad_blocks}
 
     def bad_blocks(self) -> set[int]:
         """Blocks that were to be loaded and hold nothing."""
-        return {block for end in self._said.ended.values() for block in end.bad_blocks}
+        return {block for end in self.said.ended.values() for block in end.bad_blocks}

@@ -31,8 +31,16 @@ def test_steps_land_in_order_and_all_at_once() -> None:
         flights.begin(number, [share])
     assert one.flights == len(flights) == 2
     assert list(flights.land(6)) == []
-    assert list(flights.land(8)) == shares
+    assert list(flights.land(8)) == [(one, 8)]
     assert one.flights == len(flights) == 0
+
+
+def test_what_a_running_step_computes_again_does_not_stand() -> None:
+    """Of five tokens four were drafts, and rejected."""
+    flights, one = Flights(SPANS, watch=False), life([1, 2], [3, 4])
+    flights.begin(1, [Share(one, 0, 5)])
+    flights.begin(2, [Share(one, 1, 6)])
+    assert list(flights.land(1)) == [(one, 1)]
 
 
 def test_blocks_are_written_until_every_step_that_writes_them_has_landed() -> None:

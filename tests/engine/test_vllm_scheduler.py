@@ -4,7 +4,6 @@ import pytest
 from engine.vllm_toy import FULL, UNIT, WINDOW, Pool, Request, ToyVllm
 
 from kvevents_service.engine.offers import make_offer
-from kvevents_service.engine.vllm_scheduler import LOOK_STEPS
 
 PROMPT = list(range(20))
 
@@ -164,16 +163,16 @@ def test_a_step_that_is_lost_while_its_request_ends_is_not_offered_again() -> No
 
 
 def test_stores_that_have_ended_are_looked_for_now_and_then() -> None:
-    vllm = ToyVllm(blocks=200)
+    vllm = ToyVllm(blocks=200, batch=3)
     vllm.add("r", PROMPT[:16], 40)
-    for _ in range(2):
+    while not vllm.client.copies.pending:
         vllm.step()
     vllm.client.end_copies()
-    vllm.step()
-    assert vllm.half.planner.book.held_blocks == 4
-    for _ in range(LOOK_STEPS):
+    held = []
+    for _ in range(4):
+        held.append(vllm.half.planner.book.held_blocks)
         vllm.step()
-    assert vllm.half.planner.book.held_blocks < 4
+    assert held == [4, 4, 4, 1]
     vllm.drain()
 
 

@@ -35,7 +35,7 @@ class Mark:
 def test_where_steps_end_before_they_return_each_is_computed_at_once() -> None:
     worker = WorkerHalf("/nowhere", RANK, None)
     assert worker.report() < 0
-    worker.begin(Said(5, {}))
+    worker.said = Said(5, {})
     worker.computed()
     assert worker.report() == 5
 
@@ -45,7 +45,7 @@ def test_on_a_device_a_step_is_computed_when_its_event_and_all_before_it_are_don
     given: Any = iter(marks)
     worker = WorkerHalf("/nowhere", RANK, lambda: next(given))
     for step in (1, 2, 3):
-        worker.begin(Said(step, {}))
+        worker.said = Said(step, {})
         worker.computed()
     marks[1].done = True
     assert worker.report() < 0
@@ -57,11 +57,11 @@ def test_on_a_device_a_step_is_computed_when_its_event_and_all_before_it_are_don
 
 def test_ends_of_loads_are_passed_on() -> None:
     worker = WorkerHalf("/nowhere", RANK, None)
-    worker.begin(Said(1, {"a": LoadEnd(), "b": LoadEnd(True, (3, 4)), "c": LoadEnd(True)}))
+    worker.said = Said(1, {"a": LoadEnd(), "b": LoadEnd(True, (3, 4)), "c": LoadEnd(True)})
     assert worker.loaded() == {"a", "b", "c"}
     assert worker.failed() == {"c"}
     assert worker.bad_blocks() == {3, 4}
-    worker.begin(Said(2, {}))
+    worker.said = Said(2, {})
     assert not worker.loaded() | worker.failed()
 
 

@@ -307,16 +307,24 @@ class ToyVllm:
     """The engine: `add` requests, `schedule` steps, `run` them in order. `lag`: so many steps late ranks report."""
 
     def __init__(
-        self, groups: Sequence[GroupSpec] = (FULL,), *, blocks: int = 40, lazy: bool = False, lag: int = 0
+        self,
+        groups: Sequence[GroupSpec] = (FULL,),
+        *,
+        blocks: int = 40,
+        lazy: bool = False,
+        lag: int = 0,
+        batch: int = 1,
+        last_steps: bool = False,
     ) -> None:
         self.groups = groups
         self.lag = lag
         self.clock = ManualClock()
         self.pool = Pool(blocks)
         self.client = ToyClient(groups, self.pool)
-        rules = Rules(lazy, 32, 0.5, HitRules(timeout_s=10.0))
+        rules = Rules(lazy, 32, 0.5, HitRules(timeout_s=10.0), batch, last_steps)
         client: Any = self.client
         self.half = SchedulerHalf(client, self.pool, rules, key, no_digest, self.clock)
+        self.half.batch_steps = batch  # also where it would rather tell at once
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.flights: deque[Running] = deque()
@@ -325,6 +333,7 @@ class ToyVllm:
         self.cached: dict[str, int] = {}
         self.loading: dict[str, Request] = {}
         self._deferred: list[tuple[int, list[Block]]] = []
+        self._workers: dict[str, list[list[int]]] = {}
 
     # requests
 
@@ -461,8 +470,14 @@ class ToyVllm:
         if fresh and not request.known:
             request.known = True
             new.append(SimpleNamespace(req_id=request.request_id, block_ids=ids, num_computed_tokens=start))
+            self._workers[request.request_id] = ids
             return
         more = [table[len(old) :] for table, old in zip(ids, before, strict=True)]
+        if fresh:
+            self._workers[request.request_id] = ids
+        else:  # a worker in this process extends the very lists that it was given
+            for table, added in zip(self._workers[request.request_id], more, strict=True):
+                table += added
         plain.req_ids.append(request.request_id)
         plain.num_computed_tokens.append(start)
         plain.new_block_ids.append(ids if fresh else more if any(more) else None)
