@@ -55,20 +55,18 @@ class Connection:
         """The sidecar has not taken everything that was sent."""
         return bool(self._outbox)
 
-    def send(self, message: msgspec.Struct, wait_s: float) -> bool:
-        """Send one frame. False, and nothing of it sent, if the sidecar still owes reading an earlier one.
+    def send(self, messages: Sequence[msgspec.Struct], wait_s: float) -> bool:
+        """Send a frame each, at once. False, and nothing sent, if the sidecar still owes reading an earlier one.
 
-        A frame that was begun stays in the outbox when `wait_s` is over, and goes first next time.
+        What was begun stays in the outbox when `wait_s` is over, and goes first next time.
         Raises SidecarGone when the connection is broken, ValueError for a frame that no sidecar takes.
         """
-        frame = encode_message(message)
-        if len(frame) > LENGTH_BYTES + MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of at most {MAX_FRAME_BYTES} bytes, not {len(frame)}")
+        frames = _framed(messages)
         if self._outbox and not self._flush(0.0):
             return False
-        sent = self._try_send(frame)
-        if sent < len(frame):
-            self._outbox += memoryview(frame)[sent:]
+        sent = self._try_send(frames)
+        if sent < len(frames):
+            self._outbox += memoryview(frames)[sent:]
             self._flush(wait_s)
         return True
 
@@ -138,6 +136,18 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _framed(messages: Sequence[msgspec.Struct]) -> bytearray:
+    frames = bytearray()
+    for message in messages:
+        frame = encode_message(message)
+        if len(frame) > LENGTH_BYTES + MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of at most {MAX_FRAME_BYTES} bytes, not {len(frame)}")
+        if len(messages) == 1:
+            return frame
+        frames += frame
+    return frames
 
 
 def _widen(sock: socket.socket) -> None:

@@ -15,7 +15,9 @@ import msgspec
 
 from kvevents_service.engine.link import Answer, Completion, Link
 from kvevents_service.errors import SidecarGone, WireError
-from kvevents_service.wire.control import Error, Hit, Loaded, Release, StepDone
+from kvevents_service.wire.control import Error, Hit, Inspect, Loaded, Lookup, Release, Reset, StepDone
+
+Call = Lookup | Reset | Inspect
 
 SPIN_S = 0.0001
 """How long an asker looks again and again: to be put to sleep and woken costs more than a lookup."""
@@ -63,28 +65,28 @@ class Line:
 
     # send and ask
 
-    def send(self, message: msgspec.Struct) -> bool:
-        """Send one message. False: it was not sent, and never will be."""
+    def send(self, *messages: msgspec.Struct) -> bool:
+        """Send messages at once. False: none was sent, and none ever will be."""
         with self.lock:
             link = self.link
             if link is None:
                 return False
             try:
-                return link.send(message, self._send_s)
+                return link.send(messages, self._send_s)
             except SidecarGone as error:
                 self._lose(link, error)
                 return False
 
-    def ask(self, call: msgspec.Struct, call_id: int, wait_s: float) -> Answer | None:
+    def ask(self, call: Call, wait_s: float) -> Answer | None:
         """Send a call and wait for its answer; None if none came in time."""
-        return self.answer(call_id, wait_s) if self.begin(call, call_id) else None
+        return self.answer(call.call_id, wait_s) if self.begin(call) else None
 
-    def begin(self, call: msgspec.Struct, call_id: int) -> bool:
-        """Send a call whose `answer` is taken later, or given up. False: it was not sent."""
+    def begin(self, *calls: Call) -> bool:
+        """Send calls whose `answer`s are taken later, or given up. False: none was sent."""
         with self.lock:
-            sent = self.send(call)
+            sent = self.send(*calls)
             if sent:
-                self._awaited[call_id] = None
+                self._awaited.update(dict.fromkeys([call.call_id for call in calls]))
             return sent
 
     def answer(self, call_id: int, wait_s: float) -> Answer | None:

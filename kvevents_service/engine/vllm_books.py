@@ -21,6 +21,8 @@ from kvevents_service.engine.vllm_flights import Ending, Flights, Life, Share
 from kvevents_service.engine.vllm_pool import NULL_BLOCK, EnginePool
 from kvevents_service.engine.vllm_request import VllmRequest, known_tokens
 
+UNBOUNDED = 1 << 62
+
 
 class StepOutput(Protocol):
     """The part of `vllm.v1.core.sched.output.SchedulerOutput` that is read."""
@@ -42,9 +44,12 @@ class Started(NamedTuple):
 
 
 class NotedStep(NamedTuple):
+    """`grown`: requests that go on in it with more blocks."""
+
     number: int
     output: StepOutput
     started: Sequence[Started]
+    grown: Sequence[tuple[str, Sequence[Sequence[int]]]]
 
 
 class NotedEnd(NamedTuple):
@@ -102,7 +107,12 @@ class Books:
         started: Sequence[Started] = ()
         if output.scheduled_new_reqs or cached.resumed_req_ids:
             started = list(self._starts(output))
-        self.noted.append(NotedStep(number, output, started))
+        grown = [
+            (request_id, block_ids)
+            for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if block_ids is not None and request_id not in cached.resumed_req_ids
+        ]
+        self.noted.append(NotedStep(number, output, started, grown))
 
     def _starts(self, output: StepOutput) -> Iterator[Started]:
         cached, resumed = output.scheduled_cached_reqs, output.scheduled_cached_reqs.resumed_req_ids
@@ -149,53 +159,64 @@ class Books:
             else:
                 self._ended(note)
         self._land()
+        self._confirm_all()
 
     def _step(self, note: NotedStep) -> None:
         output = note.output
         for request_id in output.preempted_req_ids or ():
             self._preempt(request_id)
-        shares = [self._start(each, output) for each in note.started]
-        shares += self._going_on(output)
-        if shares:
-            self._flights.begin(note.number, shares)
+        for started in note.started:
+            self._start(started, note.number)
+        for request_id, block_ids in note.grown:
+            life = self._lives.get(request_id)
+            if life is not None:
+                life.grow(block_ids)
+        if note.number > self._landed and output.total_num_scheduled_tokens:
+            self._flights.begin(note.number, list(self._shares(note)))
 
-    def _start(self, started: Started, output: StepOutput) -> Share:
-        request, tables, start = started
+    def _start(self, started: Started, number: int) -> None:
+        request, tables, _ = started
         request_id = request.request_id
         if request_id in self._ending:
             self._land()
         if request_id in self._ending:  # the id is in use again: nothing more is offered of its first request
             self._close(self._ending[request_id], 0, 0)
-        life = self._lives[request_id] = Life(request, [[] for _ in tables])
+        life = self._lives[request_id] = Life(request, [[] for _ in tables], number)
         life.grow(tables)
         self._planner.admit(self._view(request), life.tables)
-        return Share(life, start, start + output.num_scheduled_tokens[request_id])
 
-    def _going_on(self, output: StepOutput) -> Iterator[Share]:
-        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        resumed = cached.resumed_req_ids
-        for request_id, blocks, start in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
+    def _shares(self, note: NotedStep) -> Iterator[Share]:
+        """What a step that still runs computes of each request."""
+        cached, scheduled = note.output.scheduled_cached_reqs, note.output.num_scheduled_tokens
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update((started.request.request_id, started.start) for started in note.started)
+        for request_id, start in starts.items():
             life = self._lives.get(request_id)
-            if life is not None and request_id not in resumed:
-                if blocks is not None:
-                    life.grow(blocks)
+            if life is not None:
                 yield Share(life, start, start + scheduled[request_id])
 
     def _land(self) -> None:
-        for life, stop in self._flights.land(self._landed):
-            if life.ending is not None:
-                self._end(life)
-            elif not life.over and (stop // self._grain > life.confirmed // self._grain or not self._prefix_only):
-                self._confirm(life, stop)
+        for life in self._flights.land(self._landed):
+            self._end(life)
 
-    def _confirm(self, life: Life, stop: int) -> None:
-        request = life.request
-        there = life.confirmed = min(stop, known_tokens(request))
-        self._planner.confirm(request.request_id, there, request.num_computed_tokens)
+    def _confirm_all(self) -> None:
+        """What no running step computes is there.
+
+        But for a request's own hits in vLLM's cache: its first step, or one before, may have to write them still.
+        """
+        starts = self._flights.starts()
+        for life in self._lives.values():
+            if life.since > self._landed:
+                continue
+            there = min(known_tokens(life.request), starts.get(life, UNBOUNDED))
+            if there // self._grain > life.confirmed // self._grain or not self._prefix_only:
+                self._confirm(life, there)
+
+    def _confirm(self, life: Life, tokens: int) -> None:
+        request, life.confirmed = life.request, tokens
+        self._planner.confirm(request.request_id, tokens, request.num_computed_tokens)
         if self._records:
-            self._record(life, there)
+            self._record(life, tokens)
 
     def _record(self, life: Life, tokens: int) -> None:
         """What its blocks are, for the day when the engine is about to reuse them."""

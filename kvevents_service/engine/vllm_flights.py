@@ -1,6 +1,6 @@
 """Steps that run, and the requests in them: what a step computes is there when every rank has reported the step.
 
-    begin(number, shares) -> land(number) -> how far each request is computed in that step and every one before
+    begin(number, shares) -> land(number) -> the requests in that step, and in every one before
 
 A request may be in several running steps at once, and may end or be preempted while it is.
 """
@@ -8,7 +8,7 @@ A request may be in several running steps at once, and may end or be preempted w
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from kvevents_service.engine.plan import Tables
@@ -28,13 +28,15 @@ class Ending(NamedTuple):
 class Life:
     """A request from when it is scheduled until it is preempted or has ended.
 
-    `flights`: running steps it is in. `confirmed`: tokens of it that are computed, as far as anybody was told.
+    `since`: its first step. `flights`: running steps it is in. `confirmed`: tokens of it that are computed, as far
+    as anybody was told.
     """
 
-    __slots__ = ("confirmed", "ending", "flights", "over", "recorded", "request", "tables")
+    __slots__ = ("confirmed", "ending", "flights", "over", "recorded", "request", "since", "tables")
 
-    def __init__(self, request: VllmRequest, tables: list[list[int | None]]) -> None:
+    def __init__(self, request: VllmRequest, tables: list[list[int | None]], since: int) -> None:
         self.request = request
+        self.since = since
         self.tables = tables
         self.recorded = [0] * len(tables)
         self.flights = self.confirmed = 0
@@ -93,23 +95,24 @@ class Flights:
             self._written.update(written)
         self._running.append(Flight(number, shares, written))
 
-    def land(self, number: int) -> Iterable[tuple[Life, int]]:
-        """Every rank has computed this step, and so all before it: each request in them, and its tokens that stand.
-
-        What a step computed of a draft that was rejected is computed again by one that may still run.
-        """
-        stops: dict[Life, int] = {}
+    def land(self, number: int) -> list[Life]:
+        """Every rank has computed this step, and so all before it: the requests in them, once for each step."""
+        landed: list[Life] = []
         while self._running and self._running[0].number <= number:
             flight = self._running.popleft()
             self._unwrite(flight.written)
-            for life, _, stop in flight.shares:
+            for life, _, _ in flight.shares:
                 life.flights -= 1
-                stops[life] = stop
-        for flight in self._running if stops else ():
+                landed.append(life)
+        return landed
+
+    def starts(self) -> dict[Life, int]:
+        """The first token of each request that a running step computes: what a rejected draft left, once more."""
+        starts: dict[Life, int] = {}
+        for flight in self._running:
             for life, start, _ in flight.shares:
-                if life in stops:
-                    stops[life] = min(stops[life], start)
-        return stops.items()
+                starts[life] = min(start, starts.get(life, start))
+        return starts
 
     def _blocks(self, tables: Tables, start: int, stop: int) -> Iterator[int]:
         for spans in self._spans:

@@ -10,6 +10,7 @@ vLLM's pool from then until the sidecar has said that no copy touches it any mor
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from kvevents_service.engine.vllm_books import Books, StepOutput
 from kvevents_service.engine.vllm_flights import Flights
 from kvevents_service.engine.vllm_loads import HitRules, LoadEnd, Loads
 from kvevents_service.engine.vllm_pool import BlockPool, CacheKey, EnginePool
-from kvevents_service.engine.vllm_request import EmbedsDigest, VllmRequest, view_of
+from kvevents_service.engine.vllm_request import EmbedsDigest, VllmRequest, packed_tokens, view_of
 from kvevents_service.wire.control import GroupSpec
 
 IDLE_WAIT_S = 0.001
@@ -34,6 +35,8 @@ LAST_WAIT_S = 0.01
 LINGER_S = 1.0
 """How long vLLM is asked to run empty steps for stores that are under way."""
 RESET_RETRY_S = 1.0
+MAX_PACKED = 64
+"""So many waiting requests have their token ids packed before it is their turn; others then."""
 
 
 class Said(NamedTuple):
@@ -77,15 +80,17 @@ class SchedulerHalf:
         self._clock = clock
         self._digest = digest
         self._fine_unit = unit if rules.hits.fine else 0
-        self._last_steps = rules.last_steps
+        self._lazy, self._last_steps = rules.lazy, rules.last_steps
         spans = [Spans(group, unit) for group in groups]
         stored = [each for each in spans if each.group.cacheable]
-        self._step_blocks = sum(rules.step_tokens // each.block_size + 1 for each in spans)
+        self._spans, self._step_tokens = spans, rules.step_tokens
+        self._waiting: dict[str, VllmRequest] = {}
+        self._packed: dict[str, array[int]] = {}
         asks = rules.lazy or not prefix_only(groups)
         flights = Flights(stored, watch=asks)
         self._pool = EnginePool(pool, flights.written, key, spans)
         self.planner = self._make_planner(rules, asks)
-        self.loads = Loads(client, groups, unit, self._pool, rules.hits, clock)
+        self.loads = Loads(client, groups, unit, self._pool, rules.hits, rules.step_tokens, clock)
         self._books = Books(self.planner, flights, self._pool, stored, self._view, record=rules.lazy)
         self._open_steps = self._step = self._next = 0
         self._landed = -1
@@ -105,12 +110,16 @@ class SchedulerHalf:
         return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None)
 
     def _view(self, request: VllmRequest) -> RequestView:
-        return view_of(request, self._digest, self._fine_unit)
+        packed = self._packed.pop(request.request_id, None)
+        return view_of(request, self._digest, self._fine_unit, packed)
 
     # hits
 
     def arrive(self, request: VllmRequest) -> None:
         """A request is new."""
+        self._waiting[request.request_id] = request
+        if not self._lazy and len(self._packed) < MAX_PACKED and self.client.connected:
+            self._packed[request.request_id] = packed_tokens(request)
         if not (self._void or request.skip_reading_prefix_cache):
             self.loads.ask_early(request)
 
@@ -124,6 +133,7 @@ class SchedulerHalf:
     def begin_load(self, request: VllmRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The request has its blocks: load so many tokens into them, or none."""
         self._books.begin(request)
+        self._waiting.pop(request.request_id, None)
         if tokens:
             self.loads.begin(request.request_id, tables, tokens)
         else:
@@ -135,20 +145,28 @@ class SchedulerHalf:
         """This is scheduled now."""
         self._step += 1
         self._books.note_step(self._step, output)
+        self.loads.ask_more()
         if not output.total_num_scheduled_tokens:
             self._take_in(output, IDLE_WAIT_S)
         elif self._step >= self._next or self._urgent(output):
             self._take_in(output)
+        elif self._under_way and self._awaited:
+            self.collect()
         return Said(self._step, self.loads.take_ended())
 
     def _urgent(self, output: StepOutput) -> bool:
-        """Blocks were given up, a state is handed over, or somebody waits for a load or for blocks."""
+        """Blocks were given up, or a state is handed over."""
         state = output.kv_connector_block_state
-        if output.preempted_req_ids or self.loads.under_way:
+        return bool(output.preempted_req_ids or (state is not None and state.boundary_state_offloads))
+
+    @property
+    def _awaited(self) -> bool:
+        """Somebody waits for a load, or for blocks."""
+        if self.loads.under_way or self.planner.book.crowded:
             return True
-        if state is not None and state.boundary_state_offloads:
-            return True
-        return self._open_steps > 0 and self._pool.free_blocks < self._step_blocks
+        first = next(iter(self._waiting.values()), None)
+        wanted = self._step_tokens + (0 if first is None else first.num_tokens)
+        return self._pool.free_blocks < sum(wanted // each.block_size + 1 for each in self._spans)
 
     def land_step(self, number: int) -> None:
         """All ranks have computed this step, and its output has been dealt with."""
@@ -165,8 +183,7 @@ class SchedulerHalf:
         if output is not None and output.kv_connector_block_state is not None:
             self._hand_off(output.kv_connector_block_state.boundary_state_offloads)
         self._say()
-        crowded = self._open_steps > 0 and self.planner.book.crowded
-        self._next = self._step + (1 if crowded else self.batch_steps)
+        self._next = self._step + self.batch_steps
 
     def collect(self, wait_s: float = 0.0) -> None:
         """Take in what has ended in the sidecar. Waits up to `wait_s` if something is under way."""
@@ -224,6 +241,8 @@ class SchedulerHalf:
 
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         """It has ended, and its blocks are freed behind this call: those that will be offered are held."""
+        self._waiting.pop(request.request_id, None)
+        self._packed.pop(request.request_id, None)
         self.loads.forget(request.request_id)
         self._books.end(request, tables)
         self._said_at = self._clock()  # its stores may have ended unseen: an idle engine looks for a moment

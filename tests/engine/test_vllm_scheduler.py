@@ -453,8 +453,24 @@ def test_an_early_answer_that_has_become_old_is_asked_for_anew() -> None:
 def test_a_long_queue_is_not_asked_for_all_at_once() -> None:
     vllm = ToyVllm()
     for number in range(100):
-        vllm.add(f"r{number}", PROMPT)
-    assert asked(vllm) == 64
+        vllm.add(f"r{number}", [number, *PROMPT])
+    assert asked(vllm) == 2, "these fill the next step"
+    vllm.step()
+    assert asked(vllm) == 62
+
+
+def test_prompts_behind_a_whole_step_are_asked_for_with_the_step_or_when_their_turn_comes() -> None:
+    vllm = ToyVllm()
+    requests = [vllm.add(f"r{number}", PROMPT) for number in range(4)]
+    assert asked(vllm) == 2
+    assert vllm.half.find(requests[2], 0) == 0
+    assert asked(vllm) == 2
+    vllm.add("r4", PROMPT)
+    assert asked(vllm) == 0
+    vllm.abort("r4")
+    vllm.step()
+    assert asked(vllm) == 0
+    vllm.drain()
 
 
 def test_a_miss_is_not_asked_for_in_every_step() -> None:

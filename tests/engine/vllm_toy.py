@@ -240,6 +240,12 @@ class ToyClient:
         self._early[number] = self.lookup(request_id, block_hashes, start_tokens, fine=fine)
         return number
 
+    def begin_lookups(
+        self, prompts: Sequence[tuple[str, Sequence[bytes]]], start_tokens: int = 0, *, fine: bool = False
+    ) -> list[int]:
+        begun = [self.begin_lookup(request_id, names, start_tokens, fine=fine) for request_id, names in prompts]
+        return [number for number in begun if number is not None]
+
     def end_lookup(self, call_id: int) -> PrefixHit:
         return self._early.pop(call_id)
 
