@@ -134,10 +134,12 @@ class OffloadClient(Registration):
 
         Of several that wait for a sidecar that has fallen silent only the first one waits.
         """
-        if not self._line.usable:
-            self._line.give_up(call_id)
-            return NO_HIT
-        answer = self._line.answer(call_id, self.timeouts.lookup_s)
+        answer = self._line.answered(call_id)
+        if answer is None:
+            if not self._line.usable:
+                self._line.give_up(call_id)
+                return NO_HIT
+            answer = self._line.answer(call_id, self.timeouts.lookup_s)
         return PrefixHit(answer.blocks, answer.lease_id) if isinstance(answer, Hit) else NO_HIT
 
     def drop_lookup(self, call_id: int) -> None:
@@ -171,9 +173,13 @@ class OffloadClient(Registration):
 
     def poll(self, wait_s: float = 0.0) -> Completions:
         """Steps and loads that have ended. Waits up to `wait_s` for a first one."""
-        ended = self._line.take_ended(wait_s)
-        steps = [end for end in ended if isinstance(end, StepDone)]
-        return Completions(steps, [end for end in ended if isinstance(end, Loaded)])
+        done = Completions([], [])
+        for end in self._line.take_ended(wait_s):
+            if isinstance(end, StepDone):
+                done.steps.append(end)
+            else:
+                done.loads.append(end)
+        return done
 
     def _number(self, what: str, message: Callable[[int], Step | Load]) -> int | None:
         """Send what takes a number; returns the number if it was sent."""

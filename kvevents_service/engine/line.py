@@ -89,6 +89,12 @@ class Line:
                 self._awaited.update(dict.fromkeys([call.call_id for call in calls]))
             return sent
 
+    def answered(self, call_id: int) -> Answer | None:
+        """The answer to a call that was begun, if it is here; it is taken."""
+        if self._awaited.get(call_id) is None:
+            return None
+        return self._awaited.pop(call_id, None)
+
     def answer(self, call_id: int, wait_s: float) -> Answer | None:
         """The answer to a call that was begun; None if none comes in time, or its link is lost."""
         start = time.monotonic()
@@ -131,10 +137,11 @@ class Line:
     def collect(self) -> None:
         """Take in what has arrived, on every link."""
         with self.lock:
-            self._collect_hung_up()
-            if self.link is None:
-                return
+            if self._hung_up:
+                self._collect_hung_up()
             link = self.link
+            if link is None:
+                return
             try:
                 for message in link.receive():
                     self._note(message)
@@ -142,7 +149,7 @@ class Line:
                 self._lose(link, error)
 
     def _note(self, message: Completion | Answer) -> None:
-        if isinstance(message, StepDone | Loaded):
+        if isinstance(message, (StepDone, Loaded)):
             self._ended.append(message)
             return
         if isinstance(message, Error):

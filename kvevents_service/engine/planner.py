@@ -150,11 +150,22 @@ class EagerPlanner(Planner[EagerClaim]):
         track = self._forget(request_id)
         if track is not None:
             track.confirm(tokens, computed)
+            if not self._has_more(track):
+                return
             draft: Draft[EagerClaim] = Draft(self.book.room)
             self.counts.skipped += self._add(draft, track)
             for spans in self._positional:
                 self._add_tail(draft, track, spans)
             self._keep(draft)
+
+    def _has_more(self, track: Track) -> bool:
+        """Something of it may not have been offered yet."""
+        if track.unsent or track.view.fine_tokens:
+            return True
+        return any(
+            track.confirmed >= (track.offered[spans.group.index] + 1) * spans.block_size
+            for spans in self._positional
+        )
 
     def _add_tail(self, draft: Draft[EagerClaim], track: Track, spans: Spans) -> None:
         """The block that the prompt ended in, if nothing has filled it since."""

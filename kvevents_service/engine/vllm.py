@@ -273,9 +273,12 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # both
 
     def get_kv_connector_stats(self) -> KVEventsStats | None:
-        if self._stats is None or (values := self._stats.read()) is None:
+        half = self._scheduler
+        if half is None or not half.news or self._stats is None:
             return None
-        return KVEventsStats(values)
+        half.news = False
+        values = self._stats.read()
+        return None if values is None else KVEventsStats(values)
 
     @classmethod
     def build_kv_connector_stats(cls, data: Values | None = None) -> KVEventsStats:

@@ -46,7 +46,10 @@ class Life:
     def grow(self, block_ids: Sequence[Sequence[int] | None]) -> None:
         """More blocks, one list for each group that has any."""
         for table, ids in zip(self.tables, block_ids, strict=True):
-            table += [None if block_id == NULL_BLOCK else block_id for block_id in ids or ()]
+            if ids and NULL_BLOCK in ids:
+                table += [None if block_id == NULL_BLOCK else block_id for block_id in ids]
+            elif ids:
+                table += ids
 
     def __repr__(self) -> str:
         return f"<Life {self.request.request_id} flights={self.flights} over={self.over}>"

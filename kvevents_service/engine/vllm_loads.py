@@ -97,7 +97,7 @@ class Loads:
         self._prefix_only = all(group.kind in PREFIX_KINDS for group in self._groups)
         self._step_tokens = step_tokens
         self._ahead_tokens = 0
-        self._arrived: dict[str, VllmRequest] = {}
+        self.arrived: dict[str, VllmRequest] = {}
         self._asked: dict[str, Asked] = {}
         self._found: dict[str, Found] = {}
         self._loading: dict[int, Loading] = {}
@@ -121,23 +121,23 @@ class Loads:
         Those behind a whole step's tokens are asked for with the step, all at once: each message wakes the sidecar.
         """
         request_id = request.request_id
-        if len(self._asked) + len(self._arrived) >= MAX_ASKED or request_id in self._asked:
+        if len(self._asked) + len(self.arrived) >= MAX_ASKED or request_id in self._asked:
             return
-        self._arrived[request_id] = request
+        self.arrived[request_id] = request
         if self._ahead_tokens < self._step_tokens:
             self._ask_arrived()
         self._ahead_tokens += request.num_tokens
 
     def ask_more(self) -> None:
-        """A step begins: ask for those that have arrived and were not asked for."""
+        """A step begins: ask for those that have `arrived` and were not asked for."""
         self._ahead_tokens = 0
-        if self._arrived:
+        if self.arrived:
             self._ask_arrived()
 
     def _ask_arrived(self) -> None:
-        stops = {name: (each.num_tokens - 1) // self._unit for name, each in self._arrived.items()}
-        prompts = [(name, each.block_hashes[: stops[name]]) for name, each in self._arrived.items() if stops[name]]
-        self._arrived.clear()
+        stops = {name: (each.num_tokens - 1) // self._unit for name, each in self.arrived.items()}
+        prompts = [(name, each.block_hashes[: stops[name]]) for name, each in self.arrived.items() if stops[name]]
+        self.arrived.clear()
         begun = self._client.begin_lookups(prompts, fine=self._rules.fine) if prompts else []
         until = self._clock() + self._client.timeouts.lease_s / 2
         for (name, _), call_id in zip(prompts, begun, strict=False):  # none if the sidecar is away
@@ -166,7 +166,7 @@ class Loads:
 
     def _early(self, request_id: str, first: int, stop: int) -> PrefixHit | None:
         """What the early lookup says of a prompt that the engine has `first` units of; None if it does not."""
-        if request_id in self._arrived:
+        if request_id in self.arrived:
             self._ask_arrived()
         asked = self._asked.pop(request_id, None)
         if asked is None:
@@ -185,11 +185,11 @@ class Loads:
 
     def release(self, request_id: str) -> None:
         """It will not load what it found, or may find."""
-        self._arrived.pop(request_id, None)
+        self.arrived.pop(request_id, None)
         asked, found = self._asked.pop(request_id, None), self._found.pop(request_id, None)
         if asked is not None:
             self._client.drop_lookup(asked.call_id)
-        if found is not None:
+        if found is not None and found.hit.blocks:
             self._client.release(found.hit)
 
     # loads
@@ -269,7 +269,7 @@ class Loads:
 
     def reset(self) -> None:
         """What is stored is void, and so is what is being loaded."""
-        self._arrived.clear()
+        self.arrived.clear()
         for request_id in [*self._found, *self._asked]:
             self.release(request_id)
         self._loading = {number: loading._replace(void=True) for number, loading in self._loading.items()}

@@ -43,7 +43,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             ge=1,
             le=64,
         ),
-    ] = 8
+    ] = 16
     namespace: Annotated[
         str,
         _says(

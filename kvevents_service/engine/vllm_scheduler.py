@@ -30,8 +30,6 @@ from kvevents_service.wire.control import GroupSpec
 
 IDLE_WAIT_S = 0.001
 """How long an empty step waits for the sidecar: vLLM runs empty steps one after another while a hit is loaded."""
-LAST_WAIT_S = 0.01
-"""How long the last step waits for stores, where no empty ones follow it: nobody looks before the next prompt."""
 LINGER_S = 1.0
 """How long vLLM is asked to run empty steps for stores that are under way."""
 RESET_RETRY_S = 1.0
@@ -62,7 +60,7 @@ class Rules(NamedTuple):
 
 
 class SchedulerHalf:
-    """`pool` is vLLM's; `client` has the layout."""
+    """`pool` is vLLM's; `client` has the layout. `news`: counters may have changed since it was set to False."""
 
     def __init__(
         self,
@@ -76,6 +74,7 @@ class SchedulerHalf:
         groups, unit = client.layout.groups, client.layout.hash_tokens
         self.client = client
         self.stored_blocks = self.declined_blocks = 0
+        self.news = True
         self.batch_steps = batch_steps(rules, groups)
         self._clock = clock
         self._digest = digest
@@ -125,7 +124,7 @@ class SchedulerHalf:
 
     def find(self, request: VllmRequest, local_tokens: int) -> int:
         """How many tokens behind its first `local_tokens` can be loaded."""
-        if request.skip_reading_prefix_cache or not self._settle_reset():
+        if request.skip_reading_prefix_cache or (self._void and not self._settle_reset()):
             self.loads.release(request.request_id)
             return 0
         return self.loads.find(request, local_tokens)
@@ -145,7 +144,8 @@ class SchedulerHalf:
         """This is scheduled now."""
         self._step += 1
         self._books.note_step(self._step, output)
-        self.loads.ask_more()
+        if self.loads.arrived:
+            self.loads.ask_more()
         if not output.total_num_scheduled_tokens:
             self._take_in(output, IDLE_WAIT_S)
         elif self._step >= self._next or self._urgent(output):
@@ -173,10 +173,10 @@ class SchedulerHalf:
         self._landed = max(self._landed, number)
         if self._last_steps and not self._books.requests and self._books.waiting:
             self._take_in()
-            self._await_ends(LAST_WAIT_S)
 
     def _take_in(self, output: StepOutput | None = None, wait_s: float = 0.0) -> None:
         """Everything that was noted and that has ended, and say to the sidecar what follows from it."""
+        self.news = True
         self.collect(wait_s)
         self._greet()
         self._books.replay(self._landed)

@@ -455,7 +455,7 @@ def test_a_long_queue_is_not_asked_for_all_at_once() -> None:
     for number in range(100):
         vllm.add(f"r{number}", [number, *PROMPT])
     assert asked(vllm) == 2, "these fill the next step"
-    vllm.step()
+    vllm.half.loads.ask_more()
     assert asked(vllm) == 62
 
 

@@ -90,7 +90,7 @@ class Show:
         finally:
             router.close()
         seen["merged"] = streams.fold([*streams.replayed(engine.replay), *streams.replayed(sidecar.replay)])
-        seen["reset"] = engine.do("reset")["ok"]
+        seen["reset"] = _reset(engine)
         seen["after_reset"] = phases.ask(engine, "A")
         return seen
 
