@@ -541,3 +541,75 @@ def test_its_name_says_what_is_going_on(lazy: bool) -> None:
     vllm.add("r", PROMPT, 8)
     vllm.step()
     assert "1 requests" in repr(vllm.half)
+
+
+# several steps at once
+
+
+def test_several_steps_are_one_message_and_one_look() -> None:
+    vllm = ToyVllm(blocks=200, batch=8)
+    vllm.add("r", PROMPT, 30)
+    sent = []
+    for _ in range(16):
+        sent.append(vllm.client._ids)
+        vllm.step()
+    assert len(set(sent[1:9])) == 1, "nothing is said in between"
+    assert [job.blocks for job in vllm.client.copies.pending] == [6]
+    vllm.drain()
+    assert stored(vllm) == 12
+
+
+def test_what_a_request_computed_since_the_last_message_is_held_from_its_end_on_and_stored() -> None:
+    vllm = ToyVllm(batch=8)
+    vllm.add("other", [50, 51, 52], 12)
+    vllm.step()
+    vllm.add("r", PROMPT[:16], 0)
+    vllm.step()
+    assert "r" not in vllm.requests
+    assert [vllm.pool.blocks[block].ref_cnt for block in range(2, 6)] == [1] * 4
+    vllm.drain()
+    assert stored(vllm) == 4 + 3
+
+
+def test_what_is_preempted_between_two_messages_is_not_offered_from_its_old_blocks() -> None:
+    vllm = ToyVllm(batch=8)
+    vllm.add("other", [50, 51, 52], 2)
+    vllm.step()
+    vllm.add("r", PROMPT, 8)
+    vllm.step()
+    assert vllm.half._books.noted
+    vllm.preempt("r")
+    vllm.schedule()
+    assert [list(job.engine_blocks) for job in vllm.client.copies.pending] == [[1]], "the other one's"
+    assert not vllm.half._books.noted
+    vllm.drain()
+    assert stored(vllm) == 7 + 1
+
+
+def test_where_no_empty_steps_follow_the_last_step_says_what_is_left() -> None:
+    vllm = ToyVllm(batch=8, last_steps=True)
+    vllm.add("r", PROMPT[:16], 0)
+    vllm.add("longer", [40, *PROMPT[:15]], 1)
+    vllm.step()
+    assert not vllm.client.copies.pending
+    vllm.step()
+    assert not vllm.requests
+    assert sum(job.blocks for job in vllm.client.copies.pending) == 8
+    vllm.client.end_copies()
+    assert vllm.half.reset()
+    assert used(vllm.pool) == 0, "a reset takes in what has ended"
+
+
+def test_a_prompt_that_finds_no_room_is_reason_to_look_for_ended_stores() -> None:
+    vllm = ToyVllm(blocks=41, batch=8)
+    vllm.add("r", PROMPT[:16], 60)
+    for _ in range(9):
+        vllm.step()
+    vllm.client.end_copies()
+    held = vllm.half.planner.book.held_blocks
+    assert held > 0
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == held
+    vllm.half.arrive(Request("long", list(range(110)), 1))
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == 0
