@@ -613,3 +613,12 @@ def test_a_prompt_that_finds_no_room_is_reason_to_look_for_ended_stores() -> Non
     vllm.half.arrive(Request("long", list(range(110)), 1))
     vllm.step()
     assert vllm.half.planner.book.held_blocks == 0
+
+
+def test_what_a_worker_does_to_the_lists_it_is_given_is_not_taken_for_more_blocks() -> None:
+    vllm = ToyVllm(blocks=200, batch=8)
+    vllm.add("other", [50, 51, 52], 40)
+    vllm.step()
+    vllm.add("r", PROMPT, 30)
+    vllm.drain()
+    assert stored(vllm) == 12 + 10
