@@ -105,25 +105,41 @@ class OffloadClient(Registration):
         fine: bool = False,
     ) -> int | None:
         """Ask, and go on: a number for `end_lookup` or `drop_lookup`. None: it is a miss already."""
-        self.counters["lookups"] += 1
+        begun = self.begin_lookups([(request_id, block_hashes)], start_tokens, fine=fine)
+        return begun[0] if begun else None
+
+    def begin_lookups(
+        self,
+        prompts: Sequence[tuple[str, bytes | Sequence[bytes]]],
+        start_tokens: int = 0,
+        *,
+        fine: bool = False,
+    ) -> list[int]:
+        """Ask for several at once, by request and hashes: a number each. None at all: they are misses already."""
+        self.counters["lookups"] += len(prompts)
+        lease_s = self.timeouts.lease_s
         try:
             if self._line.usable:
-                call_id, lease_s = self._line.next_id(), self.timeouts.lease_s
-                call = Lookup(call_id, request_id, packed_hashes(block_hashes), lease_s, start_tokens, fine)
-                return call_id if self._line.begin(call, call_id) else None
+                calls = [
+                    Lookup(self._line.next_id(), request_id, packed_hashes(hashes), lease_s, start_tokens, fine)
+                    for request_id, hashes in prompts
+                ]
+                return [call.call_id for call in calls] if self._line.begin(*calls) else []
         except ENGINE_FAULTS as error:
             self._forgive("lookup", error)
-        return None
+        return []
 
     def end_lookup(self, call_id: int) -> PrefixHit:
         """What was found. A miss if the answer does not come within the deadline, from now on.
 
         Of several that wait for a sidecar that has fallen silent only the first one waits.
         """
-        if not self._line.usable:
-            self._line.give_up(call_id)
-            return NO_HIT
-        answer = self._line.answer(call_id, self.timeouts.lookup_s)
+        answer = self._line.answered(call_id)
+        if answer is None:
+            if not self._line.usable:
+                self._line.give_up(call_id)
+                return NO_HIT
+            answer = self._line.answer(call_id, self.timeouts.lookup_s)
         return PrefixHit(answer.blocks, answer.lease_id) if isinstance(answer, Hit) else NO_HIT
 
     def drop_lookup(self, call_id: int) -> None:
@@ -157,9 +173,13 @@ class OffloadClient(Registration):
 
     def poll(self, wait_s: float = 0.0) -> Completions:
         """Steps and loads that have ended. Waits up to `wait_s` for a first one."""
-        ended = self._line.take_ended(wait_s)
-        steps = [end for end in ended if isinstance(end, StepDone)]
-        return Completions(steps, [end for end in ended if isinstance(end, Loaded)])
+        done = Completions([], [])
+        for end in self._line.take_ended(wait_s):
+            if isinstance(end, StepDone):
+                done.steps.append(end)
+            else:
+                done.loads.append(end)
+        return done
 
     def _number(self, what: str, message: Callable[[int], Step | Load]) -> int | None:
         """Send what takes a number; returns the number if it was sent: not to a sidecar that has fallen silent.
@@ -184,13 +204,13 @@ class OffloadClient(Registration):
     def reset(self, wait_s: float = 1.0) -> int | None:
         """Forget every stored block. Returns how many were removed; None: no answer in time."""
         call = Reset(self._line.next_id())
-        answer = self._line.ask(call, call.call_id, wait_s)
+        answer = self._line.ask(call, wait_s)
         return answer.removed if isinstance(answer, ResetDone) else None
 
     def inspect(self, *, residents: bool = False, wait_s: float = 5.0) -> Inspected | None:
         """The sidecar's counters and resident set; None: no answer in time."""
         call = Inspect(self._line.next_id(), residents)
-        answer = self._line.ask(call, call.call_id, wait_s)
+        answer = self._line.ask(call, wait_s)
         return answer if isinstance(answer, Inspected) else None
 
     def _hello(self) -> Hello:

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import msgspec
 
+from kvevents_service.engine import nowait
 from kvevents_service.errors import SidecarGone, WireError
 from kvevents_service.wire.control import (
     LENGTH_BYTES,
@@ -43,6 +44,7 @@ class Connection:
         self._socket = sock
         self._reader = FrameReader()
         self._outbox = bytearray()
+        self._inbox = nowait.Inbox(READ_BYTES)
         self._poll_out = select.poll()
         self._poll_out.register(sock, select.POLLOUT)
 
@@ -54,20 +56,18 @@ class Connection:
         """The sidecar has not taken everything that was sent."""
         return bool(self._outbox)
 
-    def send(self, message: msgspec.Struct, wait_s: float) -> bool:
-        """Send one frame. False, and nothing of it sent, if the sidecar still owes reading an earlier one.
+    def send(self, messages: Sequence[msgspec.Struct], wait_s: float) -> bool:
+        """Send a frame each, at once. False, and nothing sent, if the sidecar still owes reading an earlier one.
 
-        A frame that was begun stays in the outbox when `wait_s` is over, and goes first next time.
+        What was begun stays in the outbox when `wait_s` is over, and goes first next time.
         Raises SidecarGone when the connection is broken, ValueError for a frame that no sidecar takes.
         """
-        frame = encode_message(message)
-        if len(frame) > LENGTH_BYTES + MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of at most {MAX_FRAME_BYTES} bytes, not {len(frame)}")
+        frames = _framed(messages)
         if self._outbox and not self._flush(0.0):
             return False
-        sent = self._try_send(frame)
-        if sent < len(frame):
-            self._outbox += memoryview(frame)[sent:]
+        sent = self._try_send(frames)
+        if sent < len(frames):
+            self._outbox += memoryview(frames)[sent:]
             self._flush(wait_s)
         return True
 
@@ -83,9 +83,7 @@ class Connection:
 
     def _try_send(self, data: bytearray) -> int:
         try:
-            return self._socket.send(data)
-        except BlockingIOError:
-            return 0
+            return nowait.send(self._socket.fileno(), data)
         except OSError as error:
             raise SidecarGone(f"the sidecar closed the connection ({error.strerror})") from error
 
@@ -123,11 +121,11 @@ class Connection:
     def _read(self) -> bytes:
         """What has arrived, at most READ_BYTES; empty if nothing has. SidecarGone on EOF."""
         try:
-            data = self._socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return b""
+            data = self._inbox.recv(self._socket.fileno())
         except OSError as error:
             raise SidecarGone(f"the connection broke ({error.strerror})") from error
+        if data is None:
+            return b""
         if not data:
             raise SidecarGone("the sidecar closed the connection")
         return data
@@ -141,6 +139,18 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _framed(messages: Sequence[msgspec.Struct]) -> bytearray:
+    frames = bytearray()
+    for message in messages:
+        frame = encode_message(message)
+        if len(frame) > LENGTH_BYTES + MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of at most {MAX_FRAME_BYTES} bytes, not {len(frame)}")
+        if len(messages) == 1:
+            return frame
+        frames += frame
+    return frames
 
 
 def _widen(sock: socket.socket) -> None:

@@ -49,7 +49,7 @@ class KeyWalk:
     A walk over a prompt costs O(blocks + items); going back is allowed, and starts over at the first item.
     """
 
-    __slots__ = ("_at", "_block_size", "_embeds", "_item", "_lora", "_media", "_salt")
+    __slots__ = ("_at", "_block_size", "_embeds", "_item", "_lora", "_media", "_plain", "_salt")
 
     def __init__(self, identity: Identity, block_size: int) -> None:
         self._block_size = block_size
@@ -57,6 +57,7 @@ class KeyWalk:
         self._salt = identity.salt
         self._media = identity.media
         self._embeds = identity.embeds
+        self._plain = identity is PLAIN
         self._item = self._at = 0
 
     def __repr__(self) -> str:
@@ -64,6 +65,8 @@ class KeyWalk:
 
     def keys(self, first: int, stop: int) -> list[BlockKeys] | None:
         """One entry for each of blocks [first, stop); None if no block has any."""
+        if self._plain:
+            return None
         entries: list[BlockKeys]
         if self._media or self._embeds is not None:
             entries = [self._block(block * self._block_size) for block in range(first, stop)]

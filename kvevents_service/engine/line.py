@@ -15,7 +15,9 @@ import msgspec
 
 from kvevents_service.engine.link import Answer, Completion, Link
 from kvevents_service.errors import SidecarGone, WireError
-from kvevents_service.wire.control import Error, Hit, Loaded, Release, StepDone
+from kvevents_service.wire.control import Error, Hit, Inspect, Loaded, Lookup, Release, Reset, StepDone
+
+Call = Lookup | Reset | Inspect
 
 SPIN_S = 0.0001
 """How long an asker looks again and again: to be put to sleep and woken costs more than a lookup."""
@@ -63,29 +65,35 @@ class Line:
 
     # send and ask
 
-    def send(self, message: msgspec.Struct) -> bool:
-        """Send one message. False: it was not sent, and never will be."""
+    def send(self, *messages: msgspec.Struct) -> bool:
+        """Send messages at once. False: none was sent, and none ever will be."""
         with self.lock:
             link = self.link
             if link is None:
                 return False
             try:
-                return link.send(message, self._send_s)
+                return link.send(messages, self._send_s)
             except SidecarGone as error:
                 self._lose(link, error)
                 return False
 
-    def ask(self, call: msgspec.Struct, call_id: int, wait_s: float) -> Answer | None:
+    def ask(self, call: Call, wait_s: float) -> Answer | None:
         """Send a call and wait for its answer; None if none came in time."""
-        return self.answer(call_id, wait_s) if self.begin(call, call_id) else None
+        return self.answer(call.call_id, wait_s) if self.begin(call) else None
 
-    def begin(self, call: msgspec.Struct, call_id: int) -> bool:
-        """Send a call whose `answer` is taken later, or given up. False: it was not sent."""
+    def begin(self, *calls: Call) -> bool:
+        """Send calls whose `answer`s are taken later, or given up. False: none was sent."""
         with self.lock:
-            sent = self.send(call)
+            sent = self.send(*calls)
             if sent:
-                self._awaited[call_id] = None
+                self._awaited.update(dict.fromkeys([call.call_id for call in calls]))
             return sent
+
+    def answered(self, call_id: int) -> Answer | None:
+        """The answer to a call that was begun, if it is here; it is taken."""
+        if self._awaited.get(call_id) is None:
+            return None
+        return self._awaited.pop(call_id, None)
 
     def answer(self, call_id: int, wait_s: float) -> Answer | None:
         """The answer to a call that was begun; None if none comes in time, or its link is lost."""
@@ -109,7 +117,8 @@ class Line:
 
     def _await(self, call_id: int, spin_until: float, deadline: float) -> Answer | None:
         while True:
-            self.collect()
+            if self._awaited.get(call_id) is None:
+                self.collect()
             answer, link = self._awaited.get(call_id), self.link
             if answer is not None or link is None or call_id not in self._awaited:
                 return answer
@@ -128,10 +137,11 @@ class Line:
     def collect(self) -> None:
         """Take in what has arrived, on every link."""
         with self.lock:
-            self._collect_hung_up()
-            if self.link is None:
-                return
+            if self._hung_up:
+                self._collect_hung_up()
             link = self.link
+            if link is None:
+                return
             try:
                 for message in link.receive():
                     self._note(message)
@@ -139,7 +149,7 @@ class Line:
                 self._lose(link, error)
 
     def _note(self, message: Completion | Answer) -> None:
-        if isinstance(message, StepDone | Loaded):
+        if isinstance(message, (StepDone, Loaded)):
             self._ended.append(message)
             return
         if isinstance(message, Error):
@@ -161,16 +171,23 @@ class Line:
 
     def take_ended(self, wait_s: float) -> list[Completion]:
         """What has ended since the last time. Waits up to `wait_s` for a first one."""
+        ended = self._take()
+        if ended or wait_s <= 0:
+            return ended
         deadline = time.monotonic() + wait_s
-        while True:
-            with self.lock:
-                self.collect()
-                ended, self._ended = self._ended, []
-                link = self.link or next(iter(self._hung_up), None)
-            left = deadline - time.monotonic()
-            if ended or left <= 0 or link is None:
-                return ended
+        while not ended and (left := deadline - time.monotonic()) > 0:
+            link = self.link or next(iter(self._hung_up), None)
+            if link is None:
+                break
             link.connection.wait(left)
+            ended = self._take()
+        return ended
+
+    def _take(self) -> list[Completion]:
+        with self.lock:
+            self.collect()
+            ended, self._ended = self._ended, []
+            return ended
 
     # the ends of links
 

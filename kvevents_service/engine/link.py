@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -42,15 +42,16 @@ class Link:
     def outstanding(self) -> int:
         return len(self._steps) + len(self._loads)
 
-    def send(self, message: msgspec.Struct, wait_s: float) -> bool:
+    def send(self, messages: Sequence[msgspec.Struct], wait_s: float) -> bool:
         """Send and remember. False: nothing was sent. SidecarGone: see `abandoned`."""
-        if not self.connection.send(message, wait_s):
+        if not self.connection.send(messages, wait_s):
             return False
-        match message:
-            case Step():
-                self._steps.add(message.step_id)
-            case Load():
-                self._loads.add(message.load_id)
+        for message in messages:
+            match message:
+                case Step():
+                    self._steps.add(message.step_id)
+                case Load():
+                    self._loads.add(message.load_id)
         return True
 
     def receive(self) -> Iterator[Completion | Answer]:

@@ -22,6 +22,8 @@ from kvevents_service.engine.spans import RequestView
 from kvevents_service.wire.control import Offer, StepDone
 
 MAX_LOSSES = 7
+MANY_ENDED = 32
+"""So many requests that have ended are worth a message."""
 
 Tables = Sequence[Sequence[int | None]]
 """One block table for each group; None where the request has no block. The engine's own, read at every plan."""
@@ -128,6 +130,13 @@ class Planner(Generic[Claim]):
         """Its blocks are given up."""
         self._preempted.append(request_id)
 
+    def ending(self, request_id: str) -> Sequence[int] | None:
+        """It will `finish` soon, and its blocks may be freed before: those that `finish` will offer must be held.
+
+        Returns the first of them in each group's table; None: any of them.
+        """
+        return None
+
     def finish(self, request_id: str, tokens: int = 0, computed: int = 0) -> None:
         """It ends, scheduled or not, `tokens` confirmed. Its blocks may be freed as soon as this returns."""
         self._finished.append(request_id)
@@ -136,8 +145,8 @@ class Planner(Generic[Claim]):
 
     @property
     def idle(self) -> bool:
-        """A plan would be empty."""
-        return not (self._kept.offers or self._finished or self._preempted)
+        """A plan would be empty, or say no more than that a few requests have ended: that waits for an offer."""
+        return not (self._kept.offers or self._preempted or len(self._finished) >= MANY_ENDED)
 
     def plan(self) -> Plan[Claim]:
         """What is to be said now. If it is not empty `sent` must follow, before any other verb."""

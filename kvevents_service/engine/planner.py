@@ -38,6 +38,7 @@ class Track:
     __slots__ = (
         "computed",
         "confirmed",
+        "ending",
         "lives",
         "offered",
         "patience",
@@ -54,6 +55,7 @@ class Track:
         self.walks = [KeyWalk(view.identity, each.block_size) for each in spans]
         self.offered = [0] * len(spans)
         self.confirmed = self.computed = self.lives = 0
+        self.ending = False
         self.states: list[State] = []
         self.unsent: list[State] = []
         self.patience = Patience()
@@ -66,8 +68,10 @@ class Track:
         self.computed = max(self.computed, computed, tokens)
 
     def rewind(self) -> None:
-        """Offer everything again."""
+        """Offer everything again. Not if it is ending: what was offered may be freed."""
         self.lives += 1
+        if self.ending:
+            return
         self.offered = [0] * len(self.offered)
         self.unsent = list(self.states)
 
@@ -133,16 +137,35 @@ class EagerPlanner(Planner[EagerClaim]):
         super().preempt(request_id)
         self._forget(request_id)
 
+    def ending(self, request_id: str) -> Sequence[int] | None:
+        track = self._tracks.get(request_id)
+        if track is None:
+            return None
+        self._due.pop(request_id, None)
+        track.ending = True
+        return track.offered
+
     def finish(self, request_id: str, tokens: int = 0, computed: int = 0) -> None:
         super().finish(request_id)
         track = self._forget(request_id)
         if track is not None:
             track.confirm(tokens, computed)
+            if not self._has_more(track):
+                return
             draft: Draft[EagerClaim] = Draft(self.book.room)
             self.counts.skipped += self._add(draft, track)
             for spans in self._positional:
                 self._add_tail(draft, track, spans)
             self._keep(draft)
+
+    def _has_more(self, track: Track) -> bool:
+        """Something of it may not have been offered yet."""
+        if track.unsent or track.view.fine_tokens:
+            return True
+        return any(
+            track.confirmed >= (track.offered[spans.group.index] + 1) * spans.block_size
+            for spans in self._positional
+        )
 
     def _add_tail(self, draft: Draft[EagerClaim], track: Track, spans: Spans) -> None:
         """The block that the prompt ended in, if nothing has filled it since."""
@@ -252,7 +275,7 @@ class EagerPlanner(Planner[EagerClaim]):
 
     def _rewind(self, track: Track) -> None:
         track.rewind()
-        if self._tracks.get(track.view.request_id) is track:
+        if not track.ending and self._tracks.get(track.view.request_id) is track:
             self._due[track.view.request_id] = track
 
     def offer_all_again(self) -> None:

@@ -28,6 +28,7 @@ from kvevents_service.errors import ConfigError
 try:
     import torch
     import vllm
+    from vllm import envs
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -54,6 +55,8 @@ log = init_logger("vllm.kvevents")
 
 class KVEventsMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, with each step."""
+
+    __slots__ = ("said",)
 
     def __init__(self, said: Said) -> None:
         self.said = said
@@ -196,12 +199,12 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None, None if self._worker is None else self._worker.loaded()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._worker is None:
+        if self._worker is None or not self._worker.said.ended:
             return KVConnectorTransferResults()
         return KVConnectorTransferResults(set(), self._worker.loaded(), self._worker.failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.bad_blocks()
+        return set() if self._worker is None or not self._worker.said.ended else self._worker.bad_blocks()
 
     def build_connector_worker_meta(self) -> StepReport | None:
         return None if self._worker is None else StepReport(self._worker.report())
@@ -219,6 +222,8 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._vllm_config.scheduler_config.max_num_batched_tokens,
                 self._options.held_fraction,
                 ours.hit_rules(self._vllm_config, self._kv_cache_config, self._fine, self._options.load_timeout_s),
+                self._options.batch_steps,
+                not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
             )
             half = SchedulerHalf(
                 self._client,
@@ -277,8 +282,11 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # both
 
     def get_kv_connector_stats(self) -> KVEventsStats | None:
-        stats = self._stats
-        values = None if stats is None else self._scheduler.ask(None, lambda _: stats.read())
+        half, stats = self._scheduler.half, self._stats
+        if half is None or stats is None or not half.news:
+            return None
+        half.news = False
+        values = self._scheduler.ask(None, lambda _: stats.read())
         if values is None:
             return None
         self._note_connection(bool(values["connected"]))

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from kvevents_service.engine.vllm_books import StepOutput
 from kvevents_service.engine.vllm_loads import LoadEnd
 from kvevents_service.engine.vllm_request import VllmRequest
-from kvevents_service.engine.vllm_scheduler import Said, SchedulerHalf, StepOutput
+from kvevents_service.engine.vllm_scheduler import Said, SchedulerHalf
 from kvevents_service.engine.vllm_worker import BEFORE_ALL, WorkerHalf
 
 Result = TypeVar("Result")

@@ -1,6 +1,6 @@
 """Steps that run, and the requests in them: what a step computes is there when every rank has reported the step.
 
-    begin(number, shares) -> land(number) -> those shares, and those of every step before
+    begin(number, shares) -> land(number) -> the requests in that step, and in every one before
 
 A request may be in several running steps at once, and may end or be preempted while it is.
 """
@@ -28,13 +28,15 @@ class Ending(NamedTuple):
 class Life:
     """A request from when it is scheduled until it is preempted or has ended.
 
-    `flights`: running steps it is in. `confirmed`: tokens of it that are computed, as far as anybody was told.
+    `since`: its first step. `flights`: running steps it is in. `confirmed`: tokens of it that are computed, as far
+    as anybody was told.
     """
 
-    __slots__ = ("confirmed", "ending", "flights", "over", "recorded", "request", "tables")
+    __slots__ = ("confirmed", "ending", "flights", "over", "recorded", "request", "since", "tables")
 
-    def __init__(self, request: VllmRequest, tables: list[list[int | None]]) -> None:
+    def __init__(self, request: VllmRequest, tables: list[list[int | None]], since: int) -> None:
         self.request = request
+        self.since = since
         self.tables = tables
         self.recorded = [0] * len(tables)
         self.flights = self.confirmed = 0
@@ -44,7 +46,10 @@ class Life:
     def grow(self, block_ids: Sequence[Sequence[int] | None]) -> None:
         """More blocks, one list for each group that has any."""
         for table, ids in zip(self.tables, block_ids, strict=True):
-            table += [None if block_id == NULL_BLOCK else block_id for block_id in ids or ()]
+            if ids and NULL_BLOCK in ids:
+                table += [None if block_id == NULL_BLOCK else block_id for block_id in ids]
+            elif ids:
+                table += ids
 
     def __repr__(self) -> str:
         return f"<Life {self.request.request_id} flights={self.flights} over={self.over}>"
@@ -93,14 +98,24 @@ class Flights:
             self._written.update(written)
         self._running.append(Flight(number, shares, written))
 
-    def land(self, number: int) -> Iterator[Share]:
-        """Every rank has computed this step, and so all before it."""
+    def land(self, number: int) -> list[Life]:
+        """Every rank has computed this step, and so all before it: the requests in them, once for each step."""
+        landed: list[Life] = []
         while self._running and self._running[0].number <= number:
             flight = self._running.popleft()
             self._unwrite(flight.written)
-            for share in flight.shares:
-                share.life.flights -= 1
-                yield share
+            for life, _, _ in flight.shares:
+                life.flights -= 1
+                landed.append(life)
+        return landed
+
+    def starts(self) -> dict[Life, int]:
+        """The first token of each request that a running step computes: what a rejected draft left, once more."""
+        starts: dict[Life, int] = {}
+        for flight in self._running:
+            for life, start, _ in flight.shares:
+                starts[life] = min(start, starts.get(life, start))
+        return starts
 
     def _blocks(self, tables: Tables, start: int, stop: int) -> Iterator[int]:
         for spans in self._spans:

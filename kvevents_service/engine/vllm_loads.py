@@ -62,6 +62,10 @@ class LoadEnd(NamedTuple):
     bad_blocks: tuple[int, ...] = ()
 
 
+NOTHING: dict[str, LoadEnd] = {}
+"""Of a step in which no load ended: not to be changed."""
+
+
 class HitRules(NamedTuple):
     """fine: hits may end inside a block. margin_tokens: what the engine wants to compute of every hit again."""
 
@@ -71,7 +75,7 @@ class HitRules(NamedTuple):
 
 
 class Loads:
-    """All hits and loads of one engine."""
+    """All hits and loads of one engine, which schedules up to `step_tokens` in a step."""
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Loads:
         hash_tokens: int,
         pool: EnginePool,
         rules: HitRules,
+        step_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -94,6 +99,9 @@ class Loads:
         self._rules = rules
         self._clock = clock
         self._prefix_only = all(group.kind in PREFIX_KINDS for group in self._groups)
+        self._step_tokens = step_tokens
+        self._ahead_tokens = 0
+        self.arrived: dict[str, VllmRequest] = {}
         self._asked: dict[str, Asked] = {}
         self._found: dict[str, Found] = {}
         self._loading: dict[int, Loading] = {}
@@ -113,14 +121,32 @@ class Loads:
     # hits
 
     def ask_early(self, request: VllmRequest) -> None:
-        """It has arrived: by the time that it is its turn the answer is here."""
-        stop = (request.num_tokens - 1) // self._unit
-        if stop > 0 and len(self._asked) < MAX_ASKED and request.request_id not in self._asked:
-            names = request.block_hashes[:stop]
-            call_id = self._client.begin_lookup(request.request_id, names, fine=self._rules.fine)
-            if call_id is not None:
-                until = self._clock() + self._client.timeouts.lease_s / 2
-                self._asked[request.request_id] = Asked(call_id, stop, until)
+        """It has arrived: by the time that it is its turn the answer is here.
+
+        Those behind a whole step's tokens are asked for with the step, all at once: each message wakes the sidecar.
+        """
+        request_id = request.request_id
+        if len(self._asked) + len(self.arrived) >= MAX_ASKED or request_id in self._asked:
+            return
+        self.arrived[request_id] = request
+        if self._ahead_tokens < self._step_tokens:
+            self._ask_arrived()
+        self._ahead_tokens += request.num_tokens
+
+    def ask_more(self) -> None:
+        """A step begins: ask for those that have `arrived` and were not asked for."""
+        self._ahead_tokens = 0
+        if self.arrived:
+            self._ask_arrived()
+
+    def _ask_arrived(self) -> None:
+        stops = {name: (each.num_tokens - 1) // self._unit for name, each in self.arrived.items()}
+        prompts = [(name, each.block_hashes[: stops[name]]) for name, each in self.arrived.items() if stops[name]]
+        self.arrived.clear()
+        begun = self._client.begin_lookups(prompts, fine=self._rules.fine) if prompts else []
+        until = self._clock() + self._client.timeouts.lease_s / 2
+        for (name, _), call_id in zip(prompts, begun, strict=False):  # none if the sidecar is away
+            self._asked[name] = Asked(call_id, stops[name], until)
 
     def find(self, request: VllmRequest, local_tokens: int) -> int | None:
         """Tokens that can be loaded of a prompt that is in the engine up to `local_tokens`. They stay pinned.
@@ -150,6 +176,8 @@ class Loads:
 
     def _early(self, request_id: str, first: int, stop: int) -> PrefixHit | None:
         """What the early lookup says of a prompt that the engine has `first` units of; None if it does not."""
+        if request_id in self.arrived:
+            self._ask_arrived()
         asked = self._asked.pop(request_id, None)
         if asked is None:
             return None
@@ -169,10 +197,11 @@ class Loads:
 
     def release(self, request_id: str) -> None:
         """It will not load what it found, or may find."""
+        self.arrived.pop(request_id, None)
         asked, found = self._asked.pop(request_id, None), self._found.pop(request_id, None)
         if asked is not None:
             self._client.drop_lookup(asked.call_id)
-        if found is not None:
+        if found is not None and found.hit.blocks:
             self._client.release(found.hit)
 
     # loads
@@ -237,6 +266,8 @@ class Loads:
 
     def take_ended(self) -> dict[str, LoadEnd]:
         """What has ended since the last time, by request."""
+        if not self._ended:
+            return NOTHING
         ended, self._ended = self._ended, {}
         return ended
 
@@ -252,6 +283,7 @@ class Loads:
 
     def reset(self) -> None:
         """What is stored is void, and so is what is being loaded."""
+        self.arrived.clear()
         for request_id in [*self._found, *self._asked]:
             self.release(request_id)
         self._loading = {number: loading._replace(void=True) for number, loading in self._loading.items()}

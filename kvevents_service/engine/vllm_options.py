@@ -38,6 +38,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float,
         _says("How much of the engine's blocks may be held at once while they are copied out.", gt=0, le=1),
     ] = 0.5
+    batch_steps: Annotated[
+        int,
+        _says(
+            "So many steps are told to the sidecar at once, if there is no reason to hurry and the model has full "
+            "attention alone. 1: each by itself.",
+            ge=1,
+            le=64,
+        ),
+    ] = 16
     namespace: Annotated[
         str,
         _says(

@@ -34,6 +34,8 @@ class BlockPool(Protocol):
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
 
+    def get_num_free_blocks(self) -> int: ...
+
     def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
 
 
@@ -52,6 +54,11 @@ class EnginePool:
 
     def __len__(self) -> int:
         return len(self._pool.blocks)
+
+    @property
+    def free_blocks(self) -> int:
+        """How many the engine may take without letting go of any."""
+        return self._pool.get_num_free_blocks()
 
     # references
 

@@ -1,7 +1,8 @@
 """The connector's half in vLLM's scheduler process: what is offered, looked up and loaded, and what is held.
 
-One thread calls it, in vLLM's order: for every step `find` and `begin_load` of what waits, then `begin_step`, which
-says one message to the sidecar; when its output is there `finish` of what has ended, then `land_step`.
+One thread calls it, in vLLM's order: for every step `find` and `begin_load` of what waits, then `begin_step`; when
+its output is there `finish` of what has ended, then `land_step`. Most of these only take a note. Every so many
+steps, or at once when there is reason, all notes are taken in, and one message is said to the sidecar.
 
 A block is offered when the step that computed it has been reported by all ranks, never before. It is referenced in
 vLLM's pool from then until the sidecar has said that no copy touches it any more, exactly once.
@@ -9,38 +10,31 @@ vLLM's pool from then until the sidecar has said that no copy touches it any mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from math import gcd
-from typing import Any, NamedTuple, Protocol
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.engine.client import Completions, OffloadClient
-from kvevents_service.engine.lazy import BlockRecord, LazyPlanner
+from kvevents_service.engine.lazy import LazyPlanner
 from kvevents_service.engine.offers import OfferBook
 from kvevents_service.engine.plan import Planner
 from kvevents_service.engine.planner import EagerPlanner
-from kvevents_service.engine.spans import Spans
-from kvevents_service.engine.vllm_flights import Ending, Flights, Life, Share
+from kvevents_service.engine.spans import RequestView, Spans
+from kvevents_service.engine.vllm_books import Books, StepOutput
+from kvevents_service.engine.vllm_flights import Flights
 from kvevents_service.engine.vllm_loads import HitRules, LoadEnd, Loads
-from kvevents_service.engine.vllm_pool import NULL_BLOCK, BlockPool, CacheKey, EnginePool
-from kvevents_service.engine.vllm_request import EmbedsDigest, VllmRequest, known_tokens, view_of
+from kvevents_service.engine.vllm_pool import BlockPool, CacheKey, EnginePool
+from kvevents_service.engine.vllm_request import EmbedsDigest, VllmRequest, packed_tokens, view_of
+from kvevents_service.wire.control import GroupSpec
 
 IDLE_WAIT_S = 0.001
 """How long an empty step waits for the sidecar: vLLM runs empty steps one after another while a hit is loaded."""
 LINGER_S = 1.0
 """How long vLLM is asked to run empty steps for stores that are under way."""
 RESET_RETRY_S = 1.0
-
-
-class StepOutput(Protocol):
-    """The part of `vllm.v1.core.sched.output.SchedulerOutput` that is read."""
-
-    scheduled_new_reqs: Sequence[Any]
-    scheduled_cached_reqs: Any
-    num_scheduled_tokens: dict[str, int]
-    total_num_scheduled_tokens: int
-    preempted_req_ids: set[str] | None
-    kv_connector_block_state: Any
+MAX_PACKED = 64
+"""So many waiting requests have their token ids packed before it is their turn; others then."""
 
 
 class Said(NamedTuple):
@@ -51,16 +45,22 @@ class Said(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """`step_tokens`: what one step may schedule. `held_fraction`: how much of the pool may be held."""
+    """`step_tokens`: what one step may schedule. `held_fraction`: how much of the pool may be held.
+
+    `batch_steps`: so many steps are told to the sidecar at once, where nothing is lost by it. `last_steps`: no
+    empty steps follow when the last request has ended.
+    """
 
     lazy: bool
     step_tokens: int
     held_fraction: float
     hits: HitRules
+    batch_steps: int = 1
+    last_steps: bool = False
 
 
 class SchedulerHalf:
-    """`pool` is vLLM's; `client` has the layout."""
+    """`pool` is vLLM's; `client` has the layout. `news`: counters may have changed since it was set to False."""
 
     def __init__(
         self,
@@ -74,29 +74,31 @@ class SchedulerHalf:
         groups, unit = client.layout.groups, client.layout.hash_tokens
         self.client = client
         self.stored_blocks = self.declined_blocks = 0
+        self.news = True
+        self.batch_steps = batch_steps(rules, groups)
         self._clock = clock
         self._digest = digest
         self._fine_unit = unit if rules.hits.fine else 0
+        self._lazy, self._last_steps = rules.lazy, rules.last_steps
         spans = [Spans(group, unit) for group in groups]
-        self._stored = [each for each in spans if each.group.cacheable]
-        self._lazy = rules.lazy
-        self._prefix_only = all(each.group.kind in PREFIX_KINDS for each in self._stored)
-        self._grain = gcd(*(each.block_size for each in self._stored))
-        asks = rules.lazy or not self._prefix_only
-        self._flights = Flights(self._stored, watch=asks)
-        self._pool = EnginePool(pool, self._flights.written, key, spans)
+        stored = [each for each in spans if each.group.cacheable]
+        self._spans, self._step_tokens = spans, rules.step_tokens
+        self._waiting: dict[str, VllmRequest] = {}
+        self._packed: dict[str, array[int]] = {}
+        asks = rules.lazy or not prefix_only(groups)
+        flights = Flights(stored, watch=asks)
+        self._pool = EnginePool(pool, flights.written, key, spans)
         self.planner = self._make_planner(rules, asks)
-        self.loads = Loads(client, groups, unit, self._pool, rules.hits, clock)
-        self._requests: dict[str, VllmRequest] = {}
-        self._lives: dict[str, Life] = {}
-        self._ending: dict[str, Life] = {}
-        self._open_steps = self._step = 0
+        self.loads = Loads(client, groups, unit, self._pool, rules.hits, rules.step_tokens, clock)
+        self._books = Books(self.planner, flights, self._pool, stored, self._view, record=rules.lazy)
+        self._open_steps = self._step = self._next = 0
+        self._landed = -1
         self._said_at = self._reset_at = -LINGER_S
         self._registrations = 0
         self._void = False
 
     def __repr__(self) -> str:
-        return f"<SchedulerHalf {len(self._lives)} requests, {self._flights!r}, {self.planner!r}, {self.loads!r}>"
+        return f"<SchedulerHalf {self._books!r}, {self.planner!r}, {self.loads!r}>"
 
     def _make_planner(self, rules: Rules, asks: bool) -> Planner[Any]:
         layout, pool = self.client.layout, self._pool
@@ -106,24 +108,31 @@ class SchedulerHalf:
             return LazyPlanner(layout.groups, layout.hash_tokens, book, order, pool.find, rules.step_tokens)
         return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None)
 
+    def _view(self, request: VllmRequest) -> RequestView:
+        packed = self._packed.pop(request.request_id, None)
+        return view_of(request, self._digest, self._fine_unit, packed)
+
     # hits
 
     def arrive(self, request: VllmRequest) -> None:
         """A request is new."""
-        self.collect()
+        self._waiting[request.request_id] = request
+        if not self._lazy and len(self._packed) < MAX_PACKED and self.client.connected:
+            self._packed[request.request_id] = packed_tokens(request)
         if not (self._void or request.skip_reading_prefix_cache):
             self.loads.ask_early(request)
 
     def find(self, request: VllmRequest, local_tokens: int) -> int | None:
         """How many tokens behind its first `local_tokens` can be loaded. None: ask again in a later step."""
-        if request.skip_reading_prefix_cache or not self._settle_reset():
+        if request.skip_reading_prefix_cache or (self._void and not self._settle_reset()):
             self.loads.release(request.request_id)
             return 0
         return self.loads.find(request, local_tokens)
 
     def begin_load(self, request: VllmRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The request has its blocks: load so many tokens into them, or none."""
-        self._requests[request.request_id] = request
+        self._books.begin(request)
+        self._waiting.pop(request.request_id, None)
         if tokens:
             self.loads.begin(request.request_id, tables, tokens)
         else:
@@ -132,20 +141,66 @@ class SchedulerHalf:
     # steps
 
     def begin_step(self, output: StepOutput) -> Said:
-        """This is scheduled now. Says to the sidecar what earlier steps have computed."""
+        """This is scheduled now."""
         self._step += 1
-        self.collect(0.0 if output.total_num_scheduled_tokens else IDLE_WAIT_S)
-        for request_id in output.preempted_req_ids or ():
-            self._preempt(request_id)
-        self._flights.begin(self._step, list(self._shares(output)))
-        self._hand_off(output)
-        self._say()
+        self._books.note_step(self._step, output)
+        if self.loads.arrived:
+            self.loads.ask_more()
+        if not output.total_num_scheduled_tokens:
+            self._take_in(output, IDLE_WAIT_S)
+        elif self._step >= self._next or self._urgent(output):
+            self._take_in(output)
+        elif self._under_way and self._awaited:
+            self.collect()
         return Said(self._step, self.loads.take_ended())
+
+    def _urgent(self, output: StepOutput) -> bool:
+        """Blocks were given up, or a state is handed over."""
+        state = output.kv_connector_block_state
+        return bool(output.preempted_req_ids or (state is not None and state.boundary_state_offloads))
+
+    @property
+    def _awaited(self) -> bool:
+        """Somebody waits for a load, or for blocks."""
+        if self.loads.under_way or self.planner.book.crowded:
+            return True
+        first = next(iter(self._waiting.values()), None)
+        wanted = self._step_tokens + (0 if first is None else first.num_tokens)
+        return self._pool.free_blocks < sum(wanted // each.block_size + 1 for each in self._spans)
+
+    def land_step(self, number: int) -> None:
+        """All ranks have computed this step, and its output has been dealt with."""
+        self._landed = max(self._landed, number)
+        if self._last_steps and not self._books.requests and self._books.waiting:
+            self._take_in()
+
+    def _take_in(self, output: StepOutput | None = None, wait_s: float = 0.0) -> None:
+        """Everything that was noted and that has ended, and say to the sidecar what follows from it."""
+        self.news = True
+        self.collect(wait_s)
+        self._greet()
+        self._books.replay(self._landed)
+        if output is not None and output.kv_connector_block_state is not None:
+            self._hand_off(output.kv_connector_block_state.boundary_state_offloads)
+        self._say()
+        self._next = self._step + self.batch_steps
 
     def collect(self, wait_s: float = 0.0) -> None:
         """Take in what has ended in the sidecar. Waits up to `wait_s` if something is under way."""
         if self._under_way:
             self._settle(self.client.poll(wait_s))
+
+    def _await_ends(self, wait_s: float) -> None:
+        """Wait until all stores have ended, if they do within `wait_s`."""
+        deadline = self._clock() + wait_s
+        while self._open_steps and (left := deadline - self._clock()) > 0:
+            done = self.client.poll(left)
+            if not (done.steps or done.loads):
+                break
+            self._settle(done)
+
+    def _greet(self) -> None:
+        """Another sidecar is there: it knows none of our blocks."""
         registrations = self.client.counters["registrations"]
         if registrations != self._registrations:
             self._registrations = registrations
@@ -157,12 +212,14 @@ class SchedulerHalf:
         return self._open_steps > 0 or self.loads.under_way
 
     def _settle(self, done: Completions) -> None:
-        self._open_steps -= len(done.steps)
-        self.planner.settle(done.steps)
-        self.stored_blocks += sum(end.stored for end in done.steps)
-        self.declined_blocks += sum(end.declined for end in done.steps)
-        self.loads.settle(done.loads)
-        self.loads.expire()
+        if done.steps:
+            self._open_steps -= len(done.steps)
+            self.planner.settle(done.steps)
+            self.stored_blocks += sum(end.stored for end in done.steps)
+            self.declined_blocks += sum(end.declined for end in done.steps)
+        if self.loads.under_way:
+            self.loads.settle(done.loads)
+            self.loads.expire()
 
     def _say(self) -> None:
         """One message. What it offers is held from here on."""
@@ -174,126 +231,40 @@ class SchedulerHalf:
             self.planner.sent(plan, said)
             self._said_at = self._clock()
 
-    def _shares(self, output: StepOutput) -> Iterator[Share]:
-        scheduled = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            life = self._start(new.req_id, new.block_ids)
-            if life is not None:
-                start = new.num_computed_tokens
-                yield Share(life, start, start + scheduled[new.req_id])
-        cached = output.scheduled_cached_reqs
-        resumed = cached.resumed_req_ids
-        for request_id, blocks, start in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            life = self._start(request_id, blocks) if request_id in resumed else self._lives.get(request_id)
-            if life is not None:
-                if blocks is not None and request_id not in resumed:
-                    life.grow(blocks)
-                yield Share(life, start, start + scheduled[request_id])
-
-    def _start(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> Life | None:
-        """It is scheduled for the first time, or again after a preemption."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        if request_id in self._ending:  # the id is in use again: nothing more is offered of its first request
-            self._close(self._ending[request_id], 0, 0)
-        life = self._lives[request_id] = Life(request, [[] for _ in block_ids])
-        life.grow(block_ids)
-        self.planner.admit(view_of(request, self._digest, self._fine_unit), life.tables)
-        return life
-
-    def _hand_off(self, output: StepOutput) -> None:
+    def _hand_off(self, states: dict[str, Sequence[tuple[int, int, int]]]) -> None:
         """States that vLLM wants to have stored. Those of requests that are gone are not in our books."""
-        state = output.kv_connector_block_state
-        for request_id, handed in () if state is None else state.boundary_state_offloads.items():
+        for request_id, handed in states.items():
             for group, block_id, tokens in handed:
                 self.planner.hand_off(request_id, group, tokens, block_id)
 
-    def land_step(self, number: int) -> None:
-        """All ranks have computed this step, and its output has been dealt with."""
-        for life, _, stop in self._flights.land(number):
-            if life.ending is not None:
-                self._end(life)
-            elif not life.over and (stop // self._grain > life.confirmed // self._grain or not self._prefix_only):
-                self._confirm(life, stop)
-
-    def _confirm(self, life: Life, stop: int) -> None:
-        request = life.request
-        there = life.confirmed = min(stop, known_tokens(request))
-        self.planner.confirm(request.request_id, there, request.num_computed_tokens)
-        if self._lazy:
-            self._record(life, there)
-
-    def _record(self, life: Life, tokens: int) -> None:
-        """What its blocks are, for the day when the engine is about to reuse them."""
-        view = None
-        for spans in self._stored:
-            table, first = life.tables[spans.group.index], life.recorded[spans.group.index]
-            stop = min(spans.full(tokens), spans.named(life.request.block_hashes), len(table))
-            if stop > first:
-                view = view or view_of(life.request, self._digest, self._fine_unit)
-                life.recorded[spans.group.index] = stop
-                self._pool.record(table[first:stop], BlockRecord(view, spans.group.index, first))
-
-    # the ends of requests
-
-    def _preempt(self, request_id: str) -> None:
-        life = self._lives.pop(request_id, None)
-        if life is not None:
-            life.over = True
-        self.planner.preempt(request_id)
+    # the ends of requests, and of everything
 
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         """It has ended, and its blocks are freed behind this call: those that will be offered are held."""
-        request_id = request.request_id
-        self._requests.pop(request_id, None)
-        self.loads.forget(request_id)
-        life = self._lives.pop(request_id, None)
-        if life is None:
-            self.planner.finish(request_id)
-            return
-        life.over = True
-        held = [block for table in tables for block in table if block != NULL_BLOCK] if life.flights else []
-        self._pool.touch(held)
-        life.ending = Ending(known_tokens(request), request.num_computed_tokens, held)
-        self._ending[request_id] = life
-        self._end(life)
-
-    def _end(self, life: Life) -> None:
-        """Offer what is left of it, once no running step writes to it any more."""
-        if life.ending is not None and not life.flights:
-            tokens, computed, _ = life.ending
-            if self._lazy:
-                self._record(life, tokens)
-            self._close(life, tokens, computed)
-
-    def _close(self, life: Life, tokens: int, computed: int) -> None:
-        """Offer what is left of so many tokens, and hold no more than that."""
-        request_id, ending, life.ending = life.request.request_id, life.ending, None
-        del self._ending[request_id]
-        self.planner.finish(request_id, tokens, computed)
-        if ending is not None:
-            self._pool.free(ending.block_ids[::-1])
-
-    # all of it
+        self._waiting.pop(request.request_id, None)
+        self._packed.pop(request.request_id, None)
+        self.loads.forget(request.request_id)
+        self._books.end(request, tables)
+        self._said_at = self._clock()  # its stores may have ended unseen: an idle engine looks for a moment
 
     @property
     def busy(self) -> bool:
         """Empty steps would bring something to its end."""
-        if self._ending:
+        if self._books.waiting:
             return True
         return self._under_way and self._clock() - self._said_at < LINGER_S
 
     def reset(self, wait_s: float = 1.0) -> bool:
         """Everything that was computed is void. True: nothing of it can be loaded any more."""
+        self._books.replay(self._landed)
         self.planner.reset()
         self.loads.reset()
         self._pool.forget()
         self._void = True
         self._reset_at = -RESET_RETRY_S
-        return self._settle_reset(wait_s) or not self.client.connected
+        done = self._settle_reset(wait_s) or not self.client.connected
+        self._await_ends(wait_s)
+        return done
 
     def _settle_reset(self, wait_s: float | None = None) -> bool:
         """False as long as the sidecar may hold blocks from before a reset: it is not asked for any, nor given."""
@@ -305,3 +276,13 @@ class SchedulerHalf:
     def close(self) -> None:
         """The engine ends."""
         self.client.close()
+
+
+def prefix_only(groups: Sequence[GroupSpec]) -> bool:
+    """What is stored of a request stays in its table: nothing of it is looked for by name."""
+    return all(group.kind in PREFIX_KINDS for group in groups if group.cacheable)
+
+
+def batch_steps(rules: Rules, groups: Sequence[GroupSpec]) -> int:
+    """What is about to be reused, or has left a window, must be told of at once."""
+    return rules.batch_steps if prefix_only(groups) and not rules.lazy else 1

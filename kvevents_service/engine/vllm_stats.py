@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvevents_service.engine.vllm_scheduler import SchedulerHalf
 
 PREFIX = "kvevents_connector_"
-EVERY_S = 1.0
+EVERY_S = 5.0
 """How often at most the scheduler half gives its counters to vLLM."""
 
 Values = dict[str, float]

@@ -70,7 +70,7 @@ class PromMetrics:
 def modules(version: str) -> dict[str, dict[str, Any]]:
     v1 = "vllm.distributed.kv_transfer.kv_connector.v1"
     return {
-        "vllm": {"__version__": version},
+        "vllm": {"__version__": version, "envs": SimpleNamespace(VLLM_ENABLE_V1_MULTIPROCESSING=True)},
         f"{v1}.base": {
             "KVConnectorBase_V1": KVConnectorBase,
             "KVConnectorMetadata": type("KVConnectorMetadata", (ABC,), {}),

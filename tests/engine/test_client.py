@@ -170,6 +170,8 @@ def test_lookups_begun_before_the_sidecar_stopped_cost_one_deadline(
     deadline = time.monotonic() + LONG_S
     while client.lookup("r", chain(1).packed).blocks != 4:
         assert time.monotonic() < deadline
+    numbers = client.begin_lookups([("r", chain(1).packed), ("other", chain(9).packed)])
+    assert [client.end_lookup(number).blocks for number in numbers] == [4, 0]
     number = client.begin_lookup("r", chain(1).packed)
     assert number is not None
     client.drop_lookup(number)

@@ -120,7 +120,7 @@ def test_an_answer_another_thread_took_in_still_arrives(peer: Peer) -> None:
         thread.start()
     try:
         for call_id in range(50):
-            answer = peer.line.ask(Inspect(call_id), call_id, LONG_S)
+            answer = peer.line.ask(Inspect(call_id), LONG_S)
             assert isinstance(answer, Inspected)
             assert answer.call_id == call_id
     finally:
@@ -144,13 +144,13 @@ def test_a_long_wait_of_one_thread_holds_up_no_other(peer: Peer) -> None:
     waiting = threading.Thread(target=peer.line.take_ended, args=[1.0])
     waiting.start()
     start = time.monotonic()
-    assert peer.line.ask(Lookup(1, "r", b""), 1, 0.05) is None
+    assert peer.line.ask(Lookup(1, "r", b""), 0.05) is None
     assert time.monotonic() - start < 0.5
     waiting.join(LONG_S)
 
 
 def test_a_hit_that_comes_too_late_is_released(peer: Peer) -> None:
-    assert peer.line.ask(Lookup(1, "r", b""), 1, 0.01) is None
+    assert peer.line.ask(Lookup(1, "r", b""), 0.01) is None
     assert not peer.line.usable
     peer.heard()
     peer.say(Hit(1, 4, 77))
@@ -159,7 +159,7 @@ def test_a_hit_that_comes_too_late_is_released(peer: Peer) -> None:
 
 
 def test_an_answer_may_be_taken_later(peer: Peer) -> None:
-    assert peer.line.begin(Lookup(1, "r", b""), 1)
+    assert peer.line.begin(Lookup(1, "r", b""))
     peer.say(Hit(1, 4, 77))
     peer.line.take_ended(0.0)
     assert peer.line.answer(1, 0.0) == Hit(1, 4, 77)
@@ -168,7 +168,7 @@ def test_an_answer_may_be_taken_later(peer: Peer) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_hit_that_nobody_wants_is_released_whenever_it_comes(peer: Peer, early: bool) -> None:
-    assert peer.line.begin(Lookup(1, "r", b""), 1)
+    assert peer.line.begin(Lookup(1, "r", b""))
     peer.heard()
     if early:
         peer.say(Hit(1, 4, 77))
@@ -183,7 +183,7 @@ def test_a_hit_that_nobody_wants_is_released_whenever_it_comes(peer: Peer, early
 @pytest.mark.parametrize("dead", [True, False])
 def test_nobody_waits_on_a_new_link_for_an_answer_of_the_old_one(peer: Peer, dead: bool) -> None:
     other = Peer()
-    assert peer.line.begin(Lookup(1, "r", b""), 1)
+    assert peer.line.begin(Lookup(1, "r", b""))
     if dead:
         peer.socket.close()
         peer.line.collect()

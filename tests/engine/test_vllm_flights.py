@@ -13,7 +13,7 @@ SPANS = [Spans(FULL, UNIT), Spans(WINDOW, UNIT)]
 
 def life(*tables: list[int]) -> Life:
     request: Any = SimpleNamespace(request_id="r")
-    made = Life(request, [[] for _ in tables])
+    made = Life(request, [[] for _ in tables], 1)
     made.grow(tables)
     return made
 
@@ -30,9 +30,19 @@ def test_steps_land_in_order_and_all_at_once() -> None:
     for number, share in enumerate(shares, 7):
         flights.begin(number, [share])
     assert one.flights == len(flights) == 2
-    assert list(flights.land(6)) == []
-    assert list(flights.land(8)) == shares
-    assert one.flights == len(flights) == 0
+    assert flights.land(6) == []
+    assert flights.starts() == {one: 0}
+    assert flights.land(8) == [one, one]
+    assert one.flights == len(flights) == len(flights.starts()) == 0
+
+
+def test_what_a_running_step_computes_again_does_not_stand() -> None:
+    """Of five tokens four were drafts, and rejected."""
+    flights, one = Flights(SPANS, watch=False), life([1, 2], [3, 4])
+    flights.begin(1, [Share(one, 0, 5)])
+    flights.begin(2, [Share(one, 1, 6)])
+    flights.land(1)
+    assert flights.starts() == {one: 1}
 
 
 def test_blocks_are_written_until_every_step_that_writes_them_has_landed() -> None:

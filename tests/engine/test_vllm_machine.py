@@ -24,10 +24,14 @@ class Serving(RuleBasedStateMachine):
 
     groups: Sequence[GroupSpec] = (FULL,)
     lazy = False
+    batch = 1
+    last_steps = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.vllm = ToyVllm(self.groups, blocks=36, lazy=self.lazy, lag=1)
+        self.vllm = ToyVllm(
+            self.groups, blocks=36, lazy=self.lazy, lag=1, batch=self.batch, last_steps=self.last_steps
+        )
 
     @rule(name=names, start=st.integers(0, 2), length=st.integers(1, 40), more=st.integers(0, 9))
     def add(self, name: str, start: int, length: int, more: int) -> None:
@@ -95,6 +99,23 @@ class LazyWindowed(Windowed):
     lazy = True
 
 
-@pytest.mark.parametrize("machine", [Serving, Windowed, Lazy, LazyWindowed])
+class Batched(Serving):
+    batch = 8
+
+
+class BatchedByThree(Serving):
+    batch = 3
+    last_steps = True
+
+
+class BatchedWindowed(Windowed):
+    batch = 8
+    last_steps = True
+
+
+MACHINES = [Serving, Windowed, Lazy, LazyWindowed, Batched, BatchedByThree, BatchedWindowed]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_whatever_happens_bytes_are_right_and_blocks_come_back(machine: type[Serving]) -> None:
     run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None))

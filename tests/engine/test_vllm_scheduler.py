@@ -18,6 +18,8 @@ def stored(vllm: ToyVllm) -> int:
 
 def evict(vllm: ToyVllm) -> None:
     """The engine's own cache forgets everything."""
+    vllm.client.end_copies()
+    vllm.half.collect()
     assert vllm.pool.reset()
 
 
@@ -110,6 +112,104 @@ def test_a_request_that_ends_before_its_report_is_held_and_stored() -> None:
     assert vllm.half.busy
     vllm.drain()
     assert stored(vllm) == 4
+
+
+def ended_in_flight(blocks: int = 41) -> ToyVllm:
+    """The request "r" has ended, a step of it runs, and its first four blocks are being copied."""
+    vllm = ToyVllm(blocks=blocks, lag=1)
+    vllm.add("r", PROMPT[:16], 2)
+    for _ in range(3):
+        vllm.step()
+    assert "r" not in vllm.requests
+    assert vllm.client.copies.pending[0].blocks == 4
+    return vllm
+
+
+def test_a_request_may_be_preempted_and_aborted_before_its_step_ends() -> None:
+    vllm = ToyVllm(lag=1)
+    vllm.add("r", PROMPT, 0)
+    vllm.schedule(1)
+    vllm.preempt("r")
+    vllm.abort("r")
+    vllm.drain()
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_an_id_may_be_used_again_while_a_step_of_its_first_request_runs(length: int) -> None:
+    vllm = ToyVllm((FULL, WINDOW), lag=1)
+    vllm.add("r", PROMPT[:4], 0)
+    vllm.schedule()
+    vllm.run()
+    assert "r" not in vllm.requests
+    vllm.add("r", PROMPT[:length], 0)
+    vllm.drain()
+    assert stored(vllm) == (length == 4)
+
+
+def test_what_was_offered_before_an_end_is_held_once() -> None:
+    vllm = ended_in_flight()
+    assert [block.ref_cnt for block in vllm.pool.blocks if block.ref_cnt] == [1] * 5
+    vllm.drain()
+    assert stored(vllm) == 4
+
+
+def test_a_step_that_is_lost_while_its_request_ends_is_not_offered_again() -> None:
+    vllm = ended_in_flight()
+    vllm.client.end_copy(good=False)
+    vllm.half.collect()
+    assert used(vllm.pool) == 1
+    vllm.drain()
+    assert stored(vllm) == 0
+
+
+def test_stores_that_have_ended_are_looked_for_now_and_then() -> None:
+    vllm = ToyVllm(blocks=200, batch=3)
+    vllm.add("r", PROMPT[:16], 40)
+    while not vllm.client.copies.pending:
+        vllm.step()
+    vllm.client.end_copies()
+    held = []
+    for _ in range(4):
+        held.append(vllm.half.planner.book.held_blocks)
+        vllm.step()
+    assert held == [4, 4, 4, 1]
+    vllm.drain()
+
+
+def test_many_held_blocks_are_looked_for_in_every_step() -> None:
+    vllm = ToyVllm(blocks=15)
+    vllm.add("r", PROMPT[:16], 20)
+    for _ in range(2):
+        vllm.step()
+    vllm.client.end_copies()
+    assert vllm.half.planner.book.held_blocks == 4
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == 0
+    vllm.drain()
+
+
+def test_held_blocks_are_looked_for_when_the_engine_runs_out_of_others() -> None:
+    vllm = ToyVllm()
+    vllm.add("r", PROMPT[:16], 20)
+    for _ in range(2):
+        vllm.step()
+    vllm.client.end_copies()
+    taken = [vllm.pool.allocate() for _ in range(27)]
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == 0
+    vllm.pool.free_blocks(taken)
+    vllm.drain()
+
+
+def test_ends_of_requests_are_told_with_the_next_offer() -> None:
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT[:16], 0)
+    sent = vllm.client._ids
+    vllm.add("other", PROMPT[:3], 0)
+    vllm.drain()
+    assert vllm.client._ids == sent, "nothing to offer"
+    serve(vllm, "third", [40 + token for token in PROMPT], 0)
+    assert not vllm.half.planner._finished[1:]
 
 
 def test_an_aborted_request_offers_only_what_was_computed() -> None:
@@ -353,8 +453,24 @@ def test_an_early_answer_that_has_become_old_is_asked_for_anew() -> None:
 def test_a_long_queue_is_not_asked_for_all_at_once() -> None:
     vllm = ToyVllm()
     for number in range(100):
-        vllm.add(f"r{number}", PROMPT)
-    assert asked(vllm) == 64
+        vllm.add(f"r{number}", [number, *PROMPT])
+    assert asked(vllm) == 2, "these fill the next step"
+    vllm.half.loads.ask_more()
+    assert asked(vllm) == 62
+
+
+def test_prompts_behind_a_whole_step_are_asked_for_with_the_step_or_when_their_turn_comes() -> None:
+    vllm = ToyVllm()
+    requests = [vllm.add(f"r{number}", PROMPT) for number in range(4)]
+    assert asked(vllm) == 2
+    assert vllm.half.find(requests[2], 0) == 0
+    assert asked(vllm) == 2
+    vllm.add("r4", PROMPT)
+    assert asked(vllm) == 0
+    vllm.abort("r4")
+    vllm.step()
+    assert asked(vllm) == 0
+    vllm.drain()
 
 
 def test_a_miss_is_not_asked_for_in_every_step() -> None:
@@ -427,22 +543,82 @@ def test_its_name_says_what_is_going_on(lazy: bool) -> None:
     assert "1 requests" in repr(vllm.half)
 
 
-def test_a_request_may_be_preempted_and_aborted_before_its_step_ends() -> None:
-    vllm = ToyVllm(lag=1)
-    vllm.add("r", PROMPT, 0)
-    vllm.schedule(1)
-    vllm.preempt("r")
-    vllm.abort("r")
+# several steps at once
+
+
+def test_several_steps_are_one_message_and_one_look() -> None:
+    vllm = ToyVllm(blocks=200, batch=8)
+    vllm.add("r", PROMPT, 30)
+    sent = []
+    for _ in range(16):
+        sent.append(vllm.client._ids)
+        vllm.step()
+    assert len(set(sent[1:9])) == 1, "nothing is said in between"
+    assert [job.blocks for job in vllm.client.copies.pending] == [6]
     vllm.drain()
+    assert stored(vllm) == 12
 
 
-@pytest.mark.parametrize("length", [3, 4])
-def test_an_id_may_be_used_again_while_a_step_of_its_first_request_runs(length: int) -> None:
-    vllm = ToyVllm((FULL, WINDOW), lag=1)
-    vllm.add("r", PROMPT[:4], 0)
-    vllm.schedule()
-    vllm.run()
+def test_what_a_request_computed_since_the_last_message_is_held_from_its_end_on_and_stored() -> None:
+    vllm = ToyVllm(batch=8)
+    vllm.add("other", [50, 51, 52], 12)
+    vllm.step()
+    vllm.add("r", PROMPT[:16], 0)
+    vllm.step()
     assert "r" not in vllm.requests
-    vllm.add("r", PROMPT[:length], 0)
+    assert [vllm.pool.blocks[block].ref_cnt for block in range(2, 6)] == [1] * 4
     vllm.drain()
-    assert stored(vllm) == (length == 4)
+    assert stored(vllm) == 4 + 3
+
+
+def test_what_is_preempted_between_two_messages_is_not_offered_from_its_old_blocks() -> None:
+    vllm = ToyVllm(batch=8)
+    vllm.add("other", [50, 51, 52], 2)
+    vllm.step()
+    vllm.add("r", PROMPT, 8)
+    vllm.step()
+    assert vllm.half._books.noted
+    vllm.preempt("r")
+    vllm.schedule()
+    assert [list(job.engine_blocks) for job in vllm.client.copies.pending] == [[1]], "the other one's"
+    assert not vllm.half._books.noted
+    vllm.drain()
+    assert stored(vllm) == 7 + 1
+
+
+def test_where_no_empty_steps_follow_the_last_step_says_what_is_left() -> None:
+    vllm = ToyVllm(batch=8, last_steps=True)
+    vllm.add("r", PROMPT[:16], 0)
+    vllm.add("longer", [40, *PROMPT[:15]], 1)
+    vllm.step()
+    assert not vllm.client.copies.pending
+    vllm.step()
+    assert not vllm.requests
+    assert sum(job.blocks for job in vllm.client.copies.pending) == 8
+    vllm.client.end_copies()
+    assert vllm.half.reset()
+    assert used(vllm.pool) == 0, "a reset takes in what has ended"
+
+
+def test_a_prompt_that_finds_no_room_is_reason_to_look_for_ended_stores() -> None:
+    vllm = ToyVllm(blocks=41, batch=8)
+    vllm.add("r", PROMPT[:16], 60)
+    for _ in range(9):
+        vllm.step()
+    vllm.client.end_copies()
+    held = vllm.half.planner.book.held_blocks
+    assert held > 0
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == held
+    vllm.half.arrive(Request("long", list(range(110)), 1))
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == 0
+
+
+def test_what_a_worker_does_to_the_lists_it_is_given_is_not_taken_for_more_blocks() -> None:
+    vllm = ToyVllm(blocks=200, batch=8)
+    vllm.add("other", [50, 51, 52], 40)
+    vllm.step()
+    vllm.add("r", PROMPT, 30)
+    vllm.drain()
+    assert stored(vllm) == 12 + 10

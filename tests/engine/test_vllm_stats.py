@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.vllm_toy import ToyVllm
 
-from kvevents_service.engine.vllm_stats import METRICS, StatsReader, aggregated
+from kvevents_service.engine.vllm_stats import EVERY_S, METRICS, StatsReader, aggregated
 
 
 def test_counters_are_what_was_added_and_gauges_what_is() -> None:
@@ -19,12 +19,12 @@ def test_counters_are_what_was_added_and_gauges_what_is() -> None:
     vllm.step()
     vllm.step()
     assert reader.read() is None, "not so soon"
-    vllm.clock.advance(1.0)
+    vllm.clock.advance(EVERY_S)
     values = reader.read()
     assert values is not None
     assert (values["offered_blocks"], values["registrations"], values["connected"]) == (4, 0, 1)
     assert values["held_blocks"] == 4
-    vllm.clock.advance(1.0)
+    vllm.clock.advance(EVERY_S)
     assert reader.read() is None, "nothing has changed"
 
 

@@ -90,6 +90,9 @@ class Pool:
             if not block.ref_cnt:
                 self.queue[block] = None
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.queue)
+
     def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Block] | None:
         found = [self.cached.get(key(block_hash, group)) for group in kv_cache_group_ids]
         return None if None in found else [block for block in found if block is not None]
@@ -237,6 +240,12 @@ class ToyClient:
         self._early[number] = self.lookup(request_id, block_hashes, start_tokens, fine=fine)
         return number
 
+    def begin_lookups(
+        self, prompts: Sequence[tuple[str, Sequence[bytes]]], start_tokens: int = 0, *, fine: bool = False
+    ) -> list[int]:
+        begun = [self.begin_lookup(request_id, names, start_tokens, fine=fine) for request_id, names in prompts]
+        return [number for number in begun if number is not None]
+
     def end_lookup(self, call_id: int) -> PrefixHit:
         return self._early.pop(call_id)
 
@@ -314,14 +323,17 @@ class ToyVllm:
         lazy: bool = False,
         lag: int = 0,
         client: Any = None,
+        batch: int = 1,
+        last_steps: bool = False,
     ) -> None:
         self.groups = groups
         self.lag = lag
         self.clock = ManualClock()
         self.pool = Pool(blocks)
         self.client = ToyClient(groups, self.pool)
-        rules = Rules(lazy, 32, 0.5, HitRules(timeout_s=10.0))
+        rules = Rules(lazy, 32, 0.5, HitRules(timeout_s=10.0), batch, last_steps)
         self.half = SchedulerHalf(client or self.client, self.pool, rules, key, no_digest, self.clock)
+        self.half.batch_steps = batch  # also where it would rather tell at once
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.flights: deque[Running] = deque()
@@ -330,6 +342,7 @@ class ToyVllm:
         self.cached: dict[str, int] = {}
         self.loading: dict[str, Request] = {}
         self._deferred: list[tuple[int, list[Block]]] = []
+        self._workers: dict[str, list[list[int]]] = {}
 
     # requests
 
@@ -468,8 +481,14 @@ class ToyVllm:
         if fresh and not request.known:
             request.known = True
             new.append(SimpleNamespace(req_id=request.request_id, block_ids=ids, num_computed_tokens=start))
+            self._workers[request.request_id] = ids
             return
         more = [table[len(old) :] for table, old in zip(ids, before, strict=True)]
+        if fresh:
+            self._workers[request.request_id] = ids
+        else:  # a worker in this process extends the very lists that it was given
+            for table, added in zip(self._workers[request.request_id], more, strict=True):
+                table += added
         plain.req_ids.append(request.request_id)
         plain.num_computed_tokens.append(start)
         plain.new_block_ids.append(ids if fresh else more if any(more) else None)

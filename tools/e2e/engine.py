@@ -3,7 +3,8 @@
     python engine.py --model DIR --make KIND     makes the model
     python engine.py --model DIR [options]       one JSON command a line on stdin, one JSON answer a line on stdout
 
-Commands: {"do": "ask", "prompts": [[token, ...], ...], "max_tokens": n}, {"do": "reset"}, {"do": "spent"}.
+Commands: {"do": "ask", "prompts": [[token, ...], ...], "max_tokens": n}, {"do": "reset"},
+{"do": "spent", "clock": of what comes}.
 Answers begin with `MARK`: vLLM writes to stdout too. The first one says that the engine is there.
 """
 
@@ -105,10 +106,10 @@ def ask(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def spent() -> dict[str, Any]:
+def spent(clock: str) -> dict[str, Any]:
     import timed
 
-    return timed.take()
+    return timed.take(clock)
 
 
 def obey(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def obey(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
         case "reset":
             return {"ok": llm.reset_prefix_cache(reset_connector=True)}
         case "spent":
-            return spent()
+            return spent(command["clock"])
     raise ValueError(command["do"])
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import overhead
 import phases
 import routers
 import streams
@@ -21,15 +22,8 @@ SETTLE_S = 15.0
 SIMPLE = ("SimpleOnCpu", "simple_on_cpu")
 SIMPLE_EXTRA = {"cpu_bytes_to_use": HOST_BYTES}
 
-LONG = Sizes(blocks=700, max_len=4200, step_tokens=2048)
-LONG_PROMPTS = [phases.prompt(41 + number, 4096) for number in range(8)]
-LONG_TOKENS = 16
-ROUNDS = 3
-
 WINDOWED = Sizes(blocks=24)
 """Of an engine whose model has two groups: each takes blocks of its own."""
-TARGET = 0.25
-"""Of the time that SimpleCPUOffloadConnector spends in its hooks."""
 
 
 def offload_to(socket: str, **more: Any) -> Facts:
@@ -63,8 +57,8 @@ class Show:
             raise RuntimeError(f"vLLM {version} in {self.home.directory}")
         return made
 
-    def sidecar(self, host_bytes: int = HOST_BYTES) -> Sidecar:
-        made = Sidecar(self.directory / f"sidecar-{next(self._numbers)}", host_bytes)
+    def sidecar(self, host_bytes: int = HOST_BYTES, core: int | None = None) -> Sidecar:
+        made = Sidecar(self.directory / f"sidecar-{next(self._numbers)}", host_bytes, core)
         self._open.append(made)
         made.start()
         return made
@@ -97,7 +91,7 @@ class Show:
         finally:
             router.close()
         seen["merged"] = streams.fold([*streams.replayed(engine.replay), *streams.replayed(sidecar.replay)])
-        seen["reset"] = engine.do("reset")["ok"]
+        seen["reset"] = _reset(engine)
         seen["after_reset"] = phases.ask(engine, "A")
         return seen
 
@@ -234,42 +228,11 @@ class Show:
         }
 
     def overhead(self) -> Iterator[Facts]:
-        """6: time in the connector's hooks, against SimpleCPUOffloadConnector's, on prompts of 4k tokens.
-
-        Judged by the scheduler thread's time on a core: on a machine with other work a wait for the sidecar, or for
-        a core, says nothing of either. `wall_share` has both in it.
-        """
-        for events in (True, False):
-            sidecar = self.sidecar(1 << 30)
-            ours = self._time(("TimedKVEvents", "timed"), {"sidecar": sidecar.socket}, events)
-            sidecar.stop()
-            theirs = self._time(("TimedSimple", "timed"), {"cpu_bytes_to_use": 1 << 30}, events)
-            share = ours["cpu_us_per_step"] / theirs["cpu_us_per_step"]
-            yield {
-                "ok": share <= TARGET,
-                "events": events,
-                "share": round(share, 3),
-                "wall_share": round(ours["us_per_step"] / theirs["us_per_step"], 3),
-                "target": TARGET,
-                "ours": ours,
-                "theirs": theirs,
-            }
-
-    def _time(self, connector: tuple[str, str], extra: Facts, events: bool) -> Facts:
-        """The best of several rounds: prompts that are new in each, so that all of their blocks are stored."""
-        engine = self.engine(None, connector=connector, extra=extra, sizes=LONG, events=events)
-        rounds = []
-        for number in range(ROUNDS):
-            prompts = [[(token + number + 1) % 500 for token in prompt] for prompt in LONG_PROMPTS]
-            engine.ask(*prompts, max_tokens=LONG_TOKENS)
-            spent = engine.do("spent")
-            rates = {
-                f"{kind}_per_step": round(sum(spent[kind].values()) / spent["steps"], 1)
-                for kind in ("us", "cpu_us")
-            }
-            rounds.append(rates | spent)
-        engine.stop()
-        return min(rounds, key=lambda each: each["cpu_us_per_step"])
+        """6: time in the connector's hooks, against SimpleCPUOffloadConnector's, on prompts of 4k tokens."""
+        cores = overhead.cores()
+        sidecar = self.sidecar(overhead.HOST_BYTES, cores[1])
+        yield from overhead.play(lambda **options: self.engine(None, **options), sidecar.socket, cores)
+        sidecar.stop()
 
     def trouble(self) -> Iterator[Facts]:
         """7: what is wrong is said at start; a sidecar that hangs, with the options as they are by default."""

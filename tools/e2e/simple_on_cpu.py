@@ -1,10 +1,12 @@
 """vLLM's SimpleCPUOffloadConnector where there is no GPU: its own scheduler half, copies done by torch.
 
-What it decides, counts and announces is untouched. Copies run in a thread, as its own do on a stream.
+What it decides, counts and announces is untouched. Copies run in a thread, as its own do on a stream, and on
+any core: a GPU copies beside them.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from typing import Any
@@ -56,6 +58,7 @@ class ThreadBackend:
         self._asked.put((src_blocks, dst_blocks, is_store, event_idx, events_list))
 
     def _run(self) -> None:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # of this thread
         while True:
             source, target, is_store, number, ended = self._asked.get()
             for device, host in self._pairs:

@@ -29,10 +29,14 @@ class Home(NamedTuple):
 
     directory: Path
 
-    def environment(self, version: str, *, one_process: bool, ranks: int) -> dict[str, str]:
+    def environment(self, version: str, *, one_process: bool, ranks: int, core: int | None) -> dict[str, str]:
         """Only what an engine needs of this package goes in: its path, without its dependencies."""
-        cores = sorted(os.sched_getaffinity(0))
-        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)) if ranks > 1 else "auto"
+        cores = sorted(os.sched_getaffinity(0)) if core is None else [core]
+        bound = (
+            "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+            if ranks > 1 or core is not None
+            else "auto"
+        )
         paths = [str(ROOT), str(HERE)]
         if version == "0.33":
             paths.append(str(self.directory / "graft"))
@@ -70,6 +74,11 @@ class Sizes(NamedTuple):
 SMALL = Sizes()
 
 
+def on_core(core: int | None) -> list[str]:
+    """How a command begins that has this core, if any, and before other work if we may say so."""
+    return [] if core is None else ["nice", "-n", "-10", "taskset", "--cpu-list", str(core)]
+
+
 class Engine:
     """One vLLM. `ask` waits for its answer; `begin` and `wait` do in two steps."""
 
@@ -85,11 +94,13 @@ class Engine:
         sizes: Sizes = SMALL,
         model: str = "plain",
         events: bool = True,
+        core: int | None = None,
     ) -> None:
         self.replay = loopback(free_port())
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._log = log
-        command: list[str] = [str(home.python), str(HERE / "engine.py"), "--model", str(home.model(model))]
+        ranks = sizes.tensor_ranks * sizes.pipeline_ranks
+        command = [*on_core(core), str(home.python), str(HERE / "engine.py"), "--model", str(home.model(model))]
         command += ["--connector", connector[0], "--module", connector[1], "--extra", json.dumps(extra)]
         for name, value in sizes._asdict().items():
             command += [f"--{name.replace('_', '-')}", str(value)]
@@ -99,7 +110,7 @@ class Engine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("ab"),
-            env=home.environment(version, one_process=one_process, ranks=sizes.tensor_ranks * sizes.pipeline_ranks),
+            env=home.environment(version, one_process=one_process, ranks=ranks, core=core),
             text=True,
             start_new_session=True,
         )
@@ -140,8 +151,8 @@ class Engine:
         self.begin("ask", prompts=prompts, max_tokens=max_tokens)
         return self.wait()
 
-    def do(self, what: str) -> dict[str, Any]:
-        self.begin(what)
+    def do(self, what: str, **more: Any) -> dict[str, Any]:
+        self.begin(what, **more)
         return self.wait()
 
     def kill(self) -> None:
@@ -162,8 +173,9 @@ class Engine:
 class Sidecar:
     """`kvevents serve`, at the same places however often it is started, with one output per dialect."""
 
-    def __init__(self, directory: Path, host_bytes: int) -> None:
+    def __init__(self, directory: Path, host_bytes: int, core: int | None = None) -> None:
         directory.mkdir(mode=0o700)
+        self._core = core
         self.socket = str(directory / "engine.sock")
         self.log = directory / "sidecar.log"
         self.outputs = {name: (loopback(free_port()), loopback(free_port())) for name in ("vllm", "dynamo")}
@@ -180,7 +192,15 @@ class Sidecar:
 
     def start(self) -> None:
         said = self.log.stat().st_size if self.log.exists() else 0
-        command: list[str | Path] = [sys.executable, "-m", "kvevents_service", "serve", "--config", self._config]
+        command: list[str | Path] = [
+            *on_core(self._core),
+            sys.executable,
+            "-m",
+            "kvevents_service",
+            "serve",
+            "--config",
+            self._config,
+        ]
         child = self._child = Child(command, self.log, os.environ | {"PYTHONPATH": str(ROOT)})
         child.wait_until(lambda: b'"ready":true' in self.log.read_bytes()[said:])
 
