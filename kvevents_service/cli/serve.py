@@ -24,6 +24,8 @@ from kvevents_service.sizes import size_text
 EXIT_CONFIG = 2
 GC_THRESHOLD = 50_000
 """Blocks make no garbage cycles; a rarer collector keeps its pauses out of lookups."""
+SWITCH_S = 0.0005
+"""So long the loop waits for a copy thread to give the interpreter back. By default it is 5 ms, at each call."""
 
 
 @click.command(
@@ -115,6 +117,7 @@ def _run(config: ServeConfig) -> int:
 
 def tune_process() -> None:
     """What the interpreter of a sidecar is set to. What was imported is not looked through again."""
+    sys.setswitchinterval(SWITCH_S)
     gc.set_threshold(GC_THRESHOLD)
     gc.collect()
     gc.freeze()
