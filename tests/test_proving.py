@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -126,6 +127,23 @@ def test_a_gap_is_made_good_by_the_whole_state() -> None:
     for item in (Resync(6, 9), batch(9, replayed=True), batch(9, replayed=True), batch(10)):
         follower.take(item)
     assert follower.faults() == []
+
+
+async def test_a_state_told_in_many_batches_of_one_number_is_reached_at_its_end() -> None:
+    follower = Follower()
+
+    async def tell() -> None:
+        follower.take(Resync(0, 9))
+        for _ in range(8):
+            follower.take(batch(8, replayed=True))
+            await asyncio.sleep(0.02)
+
+    telling = asyncio.create_task(tell())
+    await asyncio.sleep(0)
+    assert await follower.reach(9, 10.0)
+    assert follower.batches == 8
+    await telling
+    assert not await follower.reach(10, 0.0)
 
 
 async def test_a_reader_of_numbers_alone_fills_a_loss_by_replay_and_decodes_nothing() -> None:

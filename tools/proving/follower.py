@@ -14,6 +14,8 @@ from kvevents_service.wire.control import Inspected
 
 INSPECT_S = 20.0
 QUIET_POLL_S = 0.2
+STILL_S = 0.5
+"""Nothing came for so long: the state of a snapshot, many batches of one number, is told to its end."""
 
 Shelves = dict[tuple[str, int], set[int]]
 
@@ -70,11 +72,12 @@ class Follower:
 
     async def reach(self, next_seq: int, wait_s: float) -> bool:
         """Whether every batch below `next_seq` came in time, and the state is whole."""
-        deadline = asyncio.get_running_loop().time() + wait_s
-        while self.next_seq < next_seq or self.lost:
+        deadline, batches = asyncio.get_running_loop().time() + wait_s, -1
+        while self.next_seq < next_seq or self.lost or self.batches != batches:
             if asyncio.get_running_loop().time() > deadline:
                 return False
-            await asyncio.sleep(0.05)
+            batches = self.batches
+            await asyncio.sleep(STILL_S)
         return True
 
 

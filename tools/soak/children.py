@@ -21,15 +21,15 @@ SUMMED = (
     "requests", "blocks_offered", "blocks_stored", "bytes_verified", "corrupt_blocks", "loads_failed",
     "preemptions", "resets", "client_errors", "cpu_s",
 )  # fmt: skip
-NICE = 10
-"""Engines and readers yield to the sidecar: on a machine of few cores it is the sidecar that is looked at."""
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tools.soak.engine"])
 """An engine that takes the place of a killed one does not import torch anew."""
 
 
-def spawn(module: str, *arguments: str, nice: int = NICE) -> subprocess.Popen[bytes]:
-    command = ["nice", "-n", str(nice), sys.executable, "-m", module, *arguments]
+def spawn(module: str, *arguments: str, yields: bool = True) -> subprocess.Popen[bytes]:
+    """yields: it has what others leave of the cores. Engines and readers do: it is the sidecar that is looked at,
+    and in earnest they have other cores or other machines."""
+    command = [*(["chrt", "--idle", "0"] if yields else []), sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -44,7 +44,7 @@ class Engine:
         self.ended_early = 0
         self._before: Counter[str] = Counter()
         self._now: Counter[str] = Counter()
-        self._orders = Orders(engine_socket, seed, blocks_per_s, time.monotonic(), 0, reset_every_s, NICE)
+        self._orders = Orders(engine_socket, seed, blocks_per_s, time.monotonic(), 0, reset_every_s)
         self._start()
 
     def _start(self) -> None:
@@ -135,7 +135,7 @@ class Control:
     """Sleeps, at the priority of the sidecar."""
 
     def __init__(self) -> None:
-        self._process = spawn("tools.soak.control", nice=0)
+        self._process = spawn("tools.soak.control", yields=False)
 
     def p99_s(self) -> float:
         out, _ = self._process.communicate(b"end\n", END_S)

@@ -45,7 +45,6 @@ class Orders(NamedTuple):
     since: float
     offered: int
     reset_every_s: float
-    nice: int
 
 
 class Traffic:
@@ -104,7 +103,7 @@ class Pace:
 
 def serve(orders: Orders, pipe: Connection) -> None:
     """A process of its own: traffic until SIGTERM. Counters go down the pipe."""
-    os.nice(orders.nice)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # as `spawn` does
     torch.set_num_threads(1)
     traffic, resets, pace = Traffic(orders.seed), 0, Pace(orders)
     signal.signal(signal.SIGTERM, traffic.stop)
