@@ -11,7 +11,6 @@ not know: nothing raises, and nothing is held that no step gives back (I12).
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -74,7 +73,7 @@ class Plan(NamedTuple, Generic[Claim]):
     offers: list[Offer]
     finished: list[str]
     preempted: list[str]
-    block_ids: array[int]
+    block_ids: list[int]
     claims: list[Claim]
     blocks: int
 
@@ -90,12 +89,12 @@ class Draft(Generic[Claim]):
     def __init__(self, room: int) -> None:
         self.room = room
         self.offers: list[Offer] = []
-        self.block_ids = array("i")
+        self.block_ids: list[int] = []
         self.claims: list[Claim] = []
 
     def add(self, offer: Offer, block_ids: Sequence[int]) -> None:
         self.offers.append(offer)
-        self.block_ids.extend(block_ids)
+        self.block_ids += block_ids
         self.room -= len(block_ids)
 
 

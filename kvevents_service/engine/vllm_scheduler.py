@@ -91,11 +91,12 @@ class SchedulerHalf:
         self.planner = self._make_planner(rules, asks)
         self.loads = Loads(client, groups, unit, self._pool, rules.hits, rules.step_tokens, clock)
         self._books = Books(self.planner, flights, self._pool, stored, self._view, record=rules.lazy)
-        self._open_steps = self._step = self._next = 0
+        self._open_steps = self._step = self._look = 0
+        self._told = -self.batch_steps
         self._landed = -1
         self._said_at = self._reset_at = -LINGER_S
         self._registrations = 0
-        self._void = False
+        self._void = self._orphans = False
 
     def __repr__(self) -> str:
         return f"<SchedulerHalf {self._books!r}, {self.planner!r}, {self.loads!r}>"
@@ -148,9 +149,12 @@ class SchedulerHalf:
             self.loads.ask_more()
         if not output.total_num_scheduled_tokens:
             self._take_in(output, IDLE_WAIT_S)
-        elif self._step >= self._next or self._urgent(output):
+        elif self._step >= self._told + self.batch_steps or self._urgent(output):
             self._take_in(output)
-        elif self._under_way and self._awaited:
+        elif self.loads.under_way:
+            self.collect()
+        elif self._step >= self._look and self._open_steps and self._short:
+            self._look = 2 * self._step - self._told
             self.collect()
         return Said(self._step, self.loads.take_ended())
 
@@ -160,10 +164,13 @@ class SchedulerHalf:
         return bool(output.preempted_req_ids or (state is not None and state.boundary_state_offloads))
 
     @property
-    def _awaited(self) -> bool:
-        """Somebody waits for a load, or for blocks."""
-        if self.loads.under_way or self.planner.book.crowded:
-            return True
+    def _short(self) -> bool:
+        """Somebody may wait for blocks, and some may be held for the sidecar alone.
+
+        It is looked for their end at growing distances: that may make a wait twice as long, not more.
+        """
+        if not (self._orphans or self._books.let_go):
+            return False
         first = next(iter(self._waiting.values()), None)
         wanted = self._step_tokens + (0 if first is None else first.num_tokens)
         return self._pool.free_blocks < sum(wanted // each.block_size + 1 for each in self._spans)
@@ -183,7 +190,9 @@ class SchedulerHalf:
         if output is not None and output.kv_connector_block_state is not None:
             self._hand_off(output.kv_connector_block_state.boundary_state_offloads)
         self._say()
-        self._next = self._step + self.batch_steps
+        self._orphans = self._orphans or self._books.let_go
+        self._books.let_go = False
+        self._told, self._look = self._step, self._step + 1
 
     def collect(self, wait_s: float = 0.0) -> None:
         """Take in what has ended in the sidecar. Waits up to `wait_s` if something is under way."""
@@ -214,6 +223,7 @@ class SchedulerHalf:
     def _settle(self, done: Completions) -> None:
         if done.steps:
             self._open_steps -= len(done.steps)
+            self._orphans = self._orphans and self._open_steps > 0
             self.planner.settle(done.steps)
             self.stored_blocks += sum(end.stored for end in done.steps)
             self.declined_blocks += sum(end.declined for end in done.steps)
