@@ -83,6 +83,13 @@ class Plan(NamedTuple, Generic[Claim]):
         return not (self.offers or self.finished or self.preempted)
 
 
+class Sent(NamedTuple, Generic[Claim]):
+    """What is known of a plan until its step has ended. Its offers are gone."""
+
+    claims: list[Claim]
+    blocks: int
+
+
 class Draft(Generic[Claim]):
     """Offers and what they claim, on the way to a plan. `room` is how many more blocks it may take."""
 
@@ -108,7 +115,7 @@ class Planner(Generic[Claim]):
         self._kept: Draft[Claim] = Draft(0)
         self._finished: list[str] = []
         self._preempted: list[str] = []
-        self._sent: dict[int, Plan[Claim]] = {}
+        self._sent: dict[int, Sent[Claim]] = {}
 
     # a request's life
 
@@ -136,9 +143,14 @@ class Planner(Generic[Claim]):
         """
         return None
 
-    def finish(self, request_id: str, tokens: int = 0, computed: int = 0) -> None:
-        """It ends, scheduled or not, `tokens` confirmed. Its blocks may be freed as soon as this returns."""
+    def finish(self, request_id: str, tokens: int = 0, computed: int = 0, held: Sequence[int] = ()) -> int:
+        """It ends, scheduled or not, `tokens` confirmed. Its blocks may be freed as soon as this returns.
+
+        `held` are blocks of it that are held for this call. Returns how many of them, from the first one on, the
+        book gives back from here on.
+        """
         self._finished.append(request_id)
+        return 0
 
     # steps
 
@@ -163,21 +175,21 @@ class Planner(Generic[Claim]):
         """The plan is on its way as this step; None: it was dropped."""
         self.book.hold(step_id, plan.block_ids)
         if step_id is None and plan.blocks:
-            self._lose(plan)
+            self._lose(plan.claims)
         elif step_id is not None and plan.blocks:
-            self._sent[step_id] = plan
+            self._sent[step_id] = Sent(plan.claims, plan.blocks)
 
     def settle(self, done: Iterable[StepDone]) -> None:
         """Steps have ended. What of them is not in the tier now is offered again."""
         for end in done:
             self.book.settle((end,))
-            plan = self._sent.pop(end.step_id, None)
-            if plan is None:
+            sent = self._sent.pop(end.step_id, None)
+            if sent is None:
                 continue
-            if end.stored + end.known < plan.blocks:
-                self._lose(plan)
+            if end.stored + end.known < sent.blocks:
+                self._lose(sent.claims)
             else:
-                self._win(plan)
+                self._win(sent.claims)
 
     def offer_all_again(self) -> None:
         """Another sidecar, which knows none of our blocks."""
@@ -186,16 +198,16 @@ class Planner(Generic[Claim]):
         """What was computed is void: nothing of it is offered any more. Call it beside the client's `reset`."""
         self.book.drop()
         self._kept = Draft(0)
-        for plan in self._sent.values():
-            plan.claims.clear()
+        for sent in self._sent.values():
+            sent.claims.clear()
 
     def _collect(self, draft: Draft[Claim]) -> None:
         """Fill the draft."""
         raise NotImplementedError
 
-    def _lose(self, plan: Plan[Claim]) -> None:
-        """Not all of it was stored."""
+    def _lose(self, claims: Sequence[Claim]) -> None:
+        """Not all of a step was stored."""
         self.counts.losses += 1
 
-    def _win(self, plan: Plan[Claim]) -> None:
-        """All of it is in the tier."""
+    def _win(self, claims: Sequence[Claim]) -> None:
+        """All of a step is in the tier."""

@@ -267,6 +267,7 @@ class Books:
         """Offer what is left of so many tokens, and hold no more than that."""
         request_id, ending, life.ending = life.request.request_id, life.ending, None
         del self._ending[request_id]
-        self._planner.finish(request_id, tokens, computed)
-        if ending is not None and ending.block_ids:
-            self._pool.free(ending.block_ids[::-1])
+        held = [] if ending is None else ending.block_ids
+        kept = self._planner.finish(request_id, tokens, computed, held)
+        if len(held) > kept:
+            self._pool.free(held[kept:][::-1])
