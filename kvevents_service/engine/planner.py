@@ -182,7 +182,10 @@ class EagerPlanner(Planner[EagerClaim]):
         return self._tracks.pop(request_id, None)
 
     def _keep(self, draft: Draft[EagerClaim], held: Sequence[int] = ()) -> int:
-        """Hold what the next step will offer although its request may be gone by then. Returns what of `held` it is."""
+        """Hold what the next step will offer although its request may be gone by then.
+
+        Returns how many of `held`, from the first one on, the book gives back from here on: all it keeps, or none.
+        """
         if not draft.offers:
             return 0
         blocks = len(draft.block_ids)

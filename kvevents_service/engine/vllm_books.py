@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.engine.lazy import BlockRecord
 from kvevents_service.engine.plan import Planner
@@ -43,7 +45,7 @@ class Started(NamedTuple):
     start: int
 
 
-class NotedStep(NamedTuple):
+class NotedStep(msgspec.Struct):
     """What goes on in it with more blocks stands in `output`: no worker changes the lists of these."""
 
     number: int

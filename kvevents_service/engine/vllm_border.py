@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvevents_service.engine.vllm_books import StepOutput
 from kvevents_service.engine.vllm_loads import LoadEnd
@@ -38,13 +38,13 @@ class SchedulerBorder:
     def bind(self, half: SchedulerHalf) -> None:
         self.half = half
 
-    def ask(self, otherwise: Result, verb: Callable[[SchedulerHalf], Result]) -> Result:
+    def ask(self, otherwise: Result, verb: Callable[..., Result], *about: Any) -> Result:
         """What the half says; `otherwise` if there is none, or it fails."""
         half = self.half
         if half is None:
             return otherwise
         try:
-            return verb(half)
+            return verb(half, *about)
         except Exception:  # noqa: BLE001  the border of the step loop: no engine ends for an offload
             self.half = None
             self._tell(SCHEDULER_FAULT)
@@ -53,30 +53,31 @@ class SchedulerBorder:
             return otherwise
 
     def arrive(self, request: VllmRequest) -> None:
-        self.ask(None, lambda half: half.arrive(request))
+        self.ask(None, SchedulerHalf.arrive, request)
 
     def find(self, request: VllmRequest, local_tokens: int) -> int | None:
         nothing: int | None = 0
-        return self.ask(nothing, lambda half: half.find(request, local_tokens))
+        return self.ask(nothing, SchedulerHalf.find, request, local_tokens)
 
     def begin_load(self, request: VllmRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
         if tokens:
             self._waiting.add(request.request_id)
-        self.ask(None, lambda half: half.begin_load(request, tables, tokens))
+        self.ask(None, SchedulerHalf.begin_load, request, tables, tokens)
 
     def begin_step(self, output: StepOutput) -> Said:
-        said = self.ask(Said(BEFORE_ALL, {}), lambda half: half.begin_step(output))
-        if self.half is None:
-            said = said._replace(ended=dict.fromkeys(self._waiting, LoadEnd(failed=True)))
+        nothing: Said | None = None
+        said = self.ask(nothing, SchedulerHalf.begin_step, output)
+        if said is None:
+            said = Said(BEFORE_ALL, dict.fromkeys(self._waiting, LoadEnd(failed=True)))
         if said.ended:
             self._waiting.difference_update(said.ended)
         return said
 
     def land_step(self, number: int) -> None:
-        self.ask(None, lambda half: half.land_step(number))
+        self.ask(None, SchedulerHalf.land_step, number)
 
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
-        self.ask(None, lambda half: half.finish(request, tables))
+        self.ask(None, SchedulerHalf.finish, request, tables)
 
     @property
     def busy(self) -> bool:
@@ -84,10 +85,10 @@ class SchedulerBorder:
 
     def reset(self) -> bool:
         """True: nothing that was stored can be loaded any more."""
-        return self.ask(True, lambda half: half.reset())
+        return self.ask(True, SchedulerHalf.reset)
 
     def close(self) -> None:
-        self.ask(None, lambda half: half.close())
+        self.ask(None, SchedulerHalf.close)
 
 
 def or_leave(worker: WorkerHalf, verb: Callable[[WorkerHalf], None], tell: Tell) -> None:

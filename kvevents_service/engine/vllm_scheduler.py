@@ -91,8 +91,7 @@ class SchedulerHalf:
         self.planner = self._make_planner(rules, asks)
         self.loads = Loads(client, groups, unit, self._pool, rules.hits, rules.step_tokens, clock)
         self._books = Books(self.planner, flights, self._pool, stored, self._view, record=rules.lazy)
-        self._open_steps = self._step = self._look = 0
-        self._told = -self.batch_steps
+        self._open_steps = self._step = self._due = self._look = 0
         self._landed = -1
         self._said_at = self._reset_at = -LINGER_S
         self._registrations = 0
@@ -149,19 +148,14 @@ class SchedulerHalf:
             self.loads.ask_more()
         if not output.total_num_scheduled_tokens:
             self._take_in(output, IDLE_WAIT_S)
-        elif self._step >= self._told + self.batch_steps or self._urgent(output):
+        elif self._step >= self._due or output.preempted_req_ids or _hands_off(output):
             self._take_in(output)
         elif self.loads.under_way:
             self.collect()
-        elif self._step >= self._look and self._open_steps and self._short:
-            self._look = 2 * self._step - self._told
+        elif self._open_steps and self._step >= self._look and self._short:
+            self._look = 2 * self._step - self._due + self.batch_steps
             self.collect()
         return Said(self._step, self.loads.take_ended())
-
-    def _urgent(self, output: StepOutput) -> bool:
-        """Blocks were given up, or a state is handed over."""
-        state = output.kv_connector_block_state
-        return bool(output.preempted_req_ids or (state is not None and state.boundary_state_offloads))
 
     @property
     def _short(self) -> bool:
@@ -192,7 +186,7 @@ class SchedulerHalf:
         self._say()
         self._orphans = self._orphans or self._books.let_go
         self._books.let_go = False
-        self._told, self._look = self._step, self._step + 1
+        self._due, self._look = self._step + self.batch_steps, self._step + 1
 
     def collect(self, wait_s: float = 0.0) -> None:
         """Take in what has ended in the sidecar. Waits up to `wait_s` if something is under way."""
@@ -286,6 +280,12 @@ class SchedulerHalf:
     def close(self) -> None:
         """The engine ends."""
         self.client.close()
+
+
+def _hands_off(output: StepOutput) -> bool:
+    """A state is handed over."""
+    state = output.kv_connector_block_state
+    return state is not None and bool(state.boundary_state_offloads)
 
 
 def prefix_only(groups: Sequence[GroupSpec]) -> bool:
