@@ -82,7 +82,7 @@ class SchedulerHalf:
         self._lazy, self._last_steps = rules.lazy, rules.last_steps
         spans = [Spans(group, unit) for group in groups]
         stored = [each for each in spans if each.group.cacheable]
-        self._spans, self._step_tokens = spans, rules.step_tokens
+        self._spans = spans
         self._waiting: dict[str, VllmRequest] = {}
         self._packed: dict[str, array[int]] = {}
         asks = rules.lazy or not prefix_only(groups)
@@ -146,27 +146,27 @@ class SchedulerHalf:
         self._books.note_step(self._step, output)
         if self.loads.arrived:
             self.loads.ask_more()
-        if not output.total_num_scheduled_tokens:
+        tokens = output.total_num_scheduled_tokens
+        if not tokens:
             self._take_in(output, IDLE_WAIT_S)
         elif self._step >= self._due or output.preempted_req_ids or _hands_off(output):
             self._take_in(output)
         elif self.loads.under_way:
             self.collect()
-        elif self._open_steps and self._step >= self._look and self._short:
+        elif self._open_steps and self._step >= self._look and self._short(tokens):
             self._look = 2 * self._step - self._due + self.batch_steps
             self.collect()
         return Said(self._step, self.loads.take_ended())
 
-    @property
-    def _short(self) -> bool:
-        """Somebody may wait for blocks, and some may be held for the sidecar alone.
+    def _short(self, tokens: int) -> bool:
+        """Somebody may wait for blocks, and some may be held for the sidecar alone. `tokens`: of this step.
 
         It is looked for their end at growing distances: that may make a wait twice as long, not more.
         """
         if not (self._orphans or self._books.let_go):
             return False
         first = next(iter(self._waiting.values()), None)
-        wanted = self._step_tokens + (0 if first is None else first.num_tokens)
+        wanted = tokens + (0 if first is None else first.num_tokens)
         return self._pool.free_blocks < sum(wanted // each.block_size + 1 for each in self._spans)
 
     def land_step(self, number: int) -> None:
