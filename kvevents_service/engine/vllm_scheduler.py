@@ -149,7 +149,7 @@ class SchedulerHalf:
         tokens = output.total_num_scheduled_tokens
         if not tokens:
             self._take_in(output, IDLE_WAIT_S)
-        elif self._step >= self._due or output.preempted_req_ids or _hands_off(output):
+        elif self._step >= self._due or output.preempted_req_ids:
             self._take_in(output)
         elif self.loads.under_way:
             self.collect()
@@ -171,7 +171,8 @@ class SchedulerHalf:
 
     def land_step(self, number: int) -> None:
         """All ranks have computed this step, and its output has been dealt with."""
-        self._landed = max(self._landed, number)
+        if number > self._landed:
+            self._landed = number
         if self._last_steps and not self._books.requests and self._books.waiting:
             self._take_in()
 
@@ -282,17 +283,11 @@ class SchedulerHalf:
         self.client.close()
 
 
-def _hands_off(output: StepOutput) -> bool:
-    """A state is handed over."""
-    state = output.kv_connector_block_state
-    return state is not None and bool(state.boundary_state_offloads)
-
-
 def prefix_only(groups: Sequence[GroupSpec]) -> bool:
     """What is stored of a request stays in its table: nothing of it is looked for by name."""
     return all(group.kind in PREFIX_KINDS for group in groups if group.cacheable)
 
 
 def batch_steps(rules: Rules, groups: Sequence[GroupSpec]) -> int:
-    """What is about to be reused, or has left a window, must be told of at once."""
+    """What is about to be reused, has left a window, or is a state that is handed over must be told of at once."""
     return rules.batch_steps if prefix_only(groups) and not rules.lazy else 1
