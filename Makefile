@@ -1,8 +1,8 @@
 # `make demo` and `make test` need only Linux, python3 (3.11+) and make: they set up .venv by themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-# How many tests run at a time: each starts processes of its own.
-JOBS ?= auto
+# How many test files run at a time. They wait for processes of their own more than they compute: more than there are cores.
+JOBS ?= 4
 PYTEST := .venv/bin/pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.ready
 

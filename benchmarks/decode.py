@@ -20,7 +20,7 @@ from statistics import median
 
 from benchmarks.harness import Spread, ask_peer, note, report
 from benchmarks.publish import BLOCKS, DEADLINE_MS, snapshots, subscribed
-from kvevents_service.cli.serve import GC_THRESHOLD
+from kvevents_service.cli.tuning import GC_THRESHOLD
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.subscriber import Batch, Subscriber
 from kvevents_service.wire.codec import decode_batch

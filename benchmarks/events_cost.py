@@ -23,7 +23,7 @@ from benchmarks.events_cases import Case, Costs
 from benchmarks.events_engine import engine_costs
 from benchmarks.events_sidecar import sidecar_costs
 from benchmarks.harness import Spread, ask_peer, note, report, stage_total
-from kvevents_service.cli.serve import GC_THRESHOLD
+from kvevents_service.cli.tuning import GC_THRESHOLD
 
 TARGET_ENGINE_US, TARGET_SIDECAR_US = 0.3, 2.0
 PEER_STAGES = ("prepare", "complete", "take_events")

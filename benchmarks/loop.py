@@ -32,7 +32,7 @@ import zmq
 
 from benchmarks.harness import BLOCK_TOKENS, HASH_BYTES, Spread, note, report
 from benchmarks.served import CONNECT_S
-from kvevents_service.cli.serve import tune_process
+from kvevents_service.cli.tuning import tune_process
 from kvevents_service.config import ServeConfig
 from kvevents_service.engine.client import OffloadClient
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers

@@ -20,7 +20,7 @@ import uvloop
 import zmq
 
 from benchmarks.harness import BLOCK_TOKENS, HASH_BYTES, Spread, ask_peer, make_chain, note, report
-from kvevents_service.cli.serve import GC_THRESHOLD
+from kvevents_service.cli.tuning import GC_THRESHOLD
 from kvevents_service.core.journal import Journal, PendingBatch
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.engine.offers import make_offer

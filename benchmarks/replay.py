@@ -25,7 +25,7 @@ import zmq
 
 from benchmarks.harness import Spread, note, report
 from benchmarks.index_memory import BLOCKS, CHAIN_BLOCKS, RUN_BLOCKS, make_scheduler, steps
-from kvevents_service.cli.serve import GC_THRESHOLD
+from kvevents_service.cli.tuning import GC_THRESHOLD
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.commands import Copy, Publish
 from kvevents_service.core.scheduler import OffloadScheduler

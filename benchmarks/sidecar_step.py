@@ -22,7 +22,7 @@ from benchmarks.harness import (
     note,
     report_steps,
 )
-from kvevents_service.cli.serve import GC_THRESHOLD
+from kvevents_service.cli.tuning import GC_THRESHOLD
 from kvevents_service.core.announce import to_event
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.journal import Journal

@@ -36,7 +36,7 @@ import zmq
 
 from benchmarks.harness import Spread, note, report
 from benchmarks.publish import BLOCKS, snapshots
-from kvevents_service.cli.serve import GC_THRESHOLD
+from kvevents_service.cli.tuning import GC_THRESHOLD
 from kvevents_service.core.journal import Journal
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.service.outputs import Output

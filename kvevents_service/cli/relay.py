@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 import msgspec
 import uvloop
 
+from kvevents_service.cli.tuning import tune_process
 from kvevents_service.config import LOG_LEVELS, ServeConfig
 from kvevents_service.errors import ConfigError
 from kvevents_service.service.logs import configure
@@ -20,7 +20,6 @@ from kvevents_service.settings import load_settings
 from kvevents_service.source_config import ENGINES
 
 EXIT_CONFIG = 2
-GC_THRESHOLD = 50_000
 _OF_SOURCE = (
     *("endpoint", "from_replay", "from_topic", "dp_rank", "engine", "model", "block_size", "stale_after"),
     *("record", "redact", "input", "speed"),
@@ -105,11 +104,9 @@ def _rank(text: str | None) -> int | str | None:
 def _run(config: ServeConfig) -> int:
     from kvevents_service.service.relay_app import RelayReady, relay
 
-    gc.set_threshold(GC_THRESHOLD)
+    tune_process()
 
     def announce(ready: RelayReady) -> None:
-        gc.collect()
-        gc.freeze()  # what is loaded stays: no later pass looks at it
         click.echo(msgspec.json.encode(ready).decode())
         sys.stdout.flush()
 

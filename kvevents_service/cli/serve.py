@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ import click
 import msgspec
 
 from kvevents_service.cli.options import SIZE
+from kvevents_service.cli.tuning import tune_process
 from kvevents_service.config import LOG_FORMATS, LOG_LEVELS, ServeConfig, TierSettings
 from kvevents_service.errors import ConfigError, not_installed
 from kvevents_service.service.logs import LOGGER, configure
@@ -22,8 +22,6 @@ from kvevents_service.settings import CONFIG_VARIABLE, Loaded, load_settings
 from kvevents_service.sizes import size_text
 
 EXIT_CONFIG = 2
-GC_THRESHOLD = 50_000
-"""Blocks make no garbage cycles; a rarer collector keeps its pauses out of lookups."""
 
 
 @click.command(
@@ -111,13 +109,6 @@ def _run(config: ServeConfig) -> int:
     _say_what_runs(config)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(config, announce))
-
-
-def tune_process() -> None:
-    """What the interpreter of a sidecar is set to. What was imported is not looked through again."""
-    gc.set_threshold(GC_THRESHOLD)
-    gc.collect()
-    gc.freeze()
 
 
 def _say_what_runs(config: ServeConfig) -> None:

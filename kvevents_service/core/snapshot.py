@@ -13,7 +13,6 @@ from kvevents_service.core.cut import Cut
 from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.press import Press
 from kvevents_service.core.rows import Row, joined
-from kvevents_service.errors import WireError
 from kvevents_service.wire.frames import Payload
 from kvevents_service.wire.splice import event_count, spliced
 
@@ -113,14 +112,14 @@ class Snapshot:
         return len(self.parts) if self.done else self._most_parts
 
     def render_next(self) -> None:
-        """One part more, or `done`. WireError: it cannot be rendered, it has `failed` and is done."""
-        part = next(self._rest, None)
-        if part is None:
-            self.done = True
-            return
+        """One part more, or `done`. Any error: it cannot be rendered, it has `failed` and is done."""
         try:
+            part = next(self._rest, None)
+            if part is None:
+                self.done = True
+                return
             payload = self.encoding.press(part, self._ts, self._press, clear=not self.parts)
-        except WireError:
+        except Exception:
             self.done = self.failed = True
             raise
         self.parts.append(payload)

@@ -46,7 +46,7 @@ class Limits(NamedTuple):
     headroom_divisor: int = 4
     max_headroom_blocks: int = 4096
     max_demoting_blocks: int = 4096
-    slice_blocks: int = 512
+    slice_blocks: int = 256
 
 
 class Tier:

@@ -14,7 +14,7 @@ from kvevents_service.service.copy_meter import CopyMeter
 from kvevents_service.service.open_tier import OpenTier
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.roster import Session
-from kvevents_service.transfer.worker import CopyFailed, TransferFuture
+from kvevents_service.transfer.worker import CopyFailed, OwnerGone, TransferFuture
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class Copies:
         except (CopyFailed, asyncio.CancelledError) as error:
             self.failed += 1
             if is_told(self.failed):
-                log.warning(
-                    "%s failed on rank %d (%d copies so far): %s", future.meta.kind, rank, self.failed, error
-                )
+                level = logging.INFO if isinstance(error, OwnerGone) else logging.WARNING
+                kind, text = future.meta.kind, "%s failed on rank %d (%d copies so far): %s"
+                log.log(level, text, kind, rank, self.failed, error)
             return error
         return None

@@ -139,17 +139,23 @@ class Publisher:
     def _send(self, batch: PendingBatch) -> None:
         try:
             payloads = self._encoded(batch)
-        except WireError as error:  # in_batches leaves room, so a frame of the engine plane cannot hold one
-            self.encode_failed += 1
-            self.journal.lose(batch.seq)
-            if is_told(self.encode_failed):
-                log.error("batch %d cannot be sent (%d so far): %s", batch.seq, self.encode_failed, error)
+        except Exception as error:  # noqa: BLE001  a batch that cannot be written must not end the others' stream
+            self._lose(batch, error)
             return
         self._cover(batch.seq)
         self.journal.retain(batch.seq, *payloads)
         self.tally.add(batch)
         for output in self.outputs:
             output.send(batch.seq, payloads)
+
+    def _lose(self, batch: PendingBatch, error: Exception) -> None:
+        """Its number is a hole, which readers see. `in_batches` leaves room: what comes here is a fault of ours."""
+        self.encode_failed += 1
+        self.journal.lose(batch.seq)
+        if is_told(self.encode_failed):
+            known = isinstance(error, WireError)
+            text = "batch %d cannot be sent (%d so far): %s"
+            log.error(text, batch.seq, self.encode_failed, error, exc_info=None if known else error)
 
     def _cover(self, seq: int) -> None:
         """A disk that fails must not stop the stream: a number is used unreserved, as only a crash would show."""

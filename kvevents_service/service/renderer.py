@@ -89,10 +89,11 @@ class Renderer:
         try:
             while not snapshot.done and snapshot.bytes < enough:
                 snapshot.render_next()
-        except WireError as error:
+        except Exception as error:
             self.failed += 1
             if is_told(self.failed):
-                log.error("no snapshot at %d (%d so far): %s", snapshot.upto, self.failed, error)
+                known, text = isinstance(error, WireError), "no snapshot at %d (%d so far): %s"
+                log.error(text, snapshot.upto, self.failed, error, exc_info=None if known else error)
 
     def stats(self) -> dict[str, int]:
         return {**self.recovery.stats(), **self.teller.stats(), "snapshots_failed": self.failed}

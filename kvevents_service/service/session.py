@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 MAX_UNREAD_BYTES = 32 * 1024 * 1024
 """Answers a peer may leave unread before it is taken for dead."""
 CLOSE_S = 5.0
-FRAMES_PER_TURN = 32
+FRAMES_PER_TURN, BYTES_PER_TURN = 32, 1 << 15
 
 
 class EngineSession(asyncio.Protocol):
@@ -90,7 +90,9 @@ class EngineSession(asyncio.Protocol):
 
     def _take_turn(self) -> None:
         """Take what has arrived, some frames a turn of the loop: no engine keeps the others waiting."""
-        for _ in range(min(FRAMES_PER_TURN, len(self._frames))):
+        frames = taken = 0
+        while self._frames and frames < FRAMES_PER_TURN and taken < BYTES_PER_TURN:
+            frames, taken = frames + 1, taken + len(self._frames[0])
             self._take(self._frames.popleft())
         if self._frames and not self._paused and self._transport is not None:
             self._paused = True

@@ -39,6 +39,10 @@ class CopyFailed(KvEventsError):
         self.lost = array("i") if lost is None else lost
 
 
+class OwnerGone(CopyFailed):
+    """Its engine ended, or was killed, before it began: nothing is wrong here."""
+
+
 class TransferFuture(asyncio.Future[None]):
     """The end of one copy. `meta` says what was copied, long after its request is gone."""
 
@@ -102,7 +106,7 @@ class CopyWorker:
         """This memory's owner is gone: fail what is queued on it. Copies that were begun go on to their end."""
         for future, its_memory in tuple(self._open.items()):
             if its_memory is memory and future not in self._begun and not future.done():
-                future.set_exception(CopyFailed("the memory's owner is gone"))
+                future.set_exception(OwnerGone("the memory's owner is gone"))
 
     async def run(self) -> None:
         """Copy until cancelled. Copies that were begun before are waited for by `close`."""

@@ -31,6 +31,7 @@ def file(path: Path, content: bytes) -> str:
         (b"# kvevents secret key; its public key: x\n" + OTHER, PROBLEM, "which has a secret one"),
         (None, PROBLEM, "Is a directory"),
     ],
+    ids=["one", "comments", "empty", "the secret one", "one named secret", "a directory"],
 )
 def test_a_list_of_keys(tmp_path: Path, allowed: bytes | None, level: str, said: str) -> None:
     path = str(tmp_path) if allowed is None else file(tmp_path / "allowed", allowed)

@@ -90,6 +90,26 @@ def test_a_batch_that_cannot_be_encoded_is_counted_and_stops_no_stream(
     assert "cannot be sent" in caplog.text
 
 
+def test_a_fault_of_ours_in_a_batch_is_told_with_its_place_and_stops_no_stream(
+    make: Callable[[Journal], Stage], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, _, _ = make(Journal())
+
+    def broken(*_: object) -> bytes:
+        raise RecursionError("of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Encoding, "encode", broken)
+        publisher.publish((Cleared(),))
+        assert publisher.send_pending() == 1
+    publisher.publish((Cleared(),))
+    assert publisher.send_pending() == 1
+    assert publisher.stats()["batches_encode_failed"] == 1
+    assert [batch.seq for batch in publisher.journal.retained_from(0, 10)] == [1]
+    assert "of ours" in caplog.text
+    assert "Traceback" in caplog.text
+
+
 async def test_an_idle_publisher_sends_empty_batches(make: Callable[[Journal], Stage]) -> None:
     publisher, xpub, sub = make(Journal(), heartbeat_s=0.02)  # type: ignore[call-arg]
     running = asyncio.create_task(publisher.run())

@@ -271,3 +271,22 @@ async def test_requests_do_not_put_the_heartbeat_off() -> None:
             while opened.journal.next_seq == 5:
                 await opened.ask([b"", seq(4)])
                 await asyncio.sleep(0.05)
+
+
+async def test_a_fault_of_ours_in_a_snapshot_costs_that_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with desk(first=7, batches=1) as opened:
+        with monkeypatch.context() as patched, opened.client() as socket, Receiver(socket):
+
+            def broken(*_: object, **__: object) -> bytes:
+                raise RecursionError("of ours")
+
+            patched.setattr(Encoding, "press", broken)
+            socket.send_multipart([b"", seq(0)])
+            async with asyncio.timeout(DEADLINE_S):
+                while not opened.renderer.failed:
+                    await asyncio.sleep(0.005)
+        assert await opened.ask([b"", seq(0)]), "the next one is rendered"
+    assert "of ours" in caplog.text
+    assert "Traceback" in caplog.text

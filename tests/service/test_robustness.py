@@ -242,6 +242,23 @@ async def test_a_flood_from_one_engine_leaves_the_loop_to_the_others(run) -> Non
         assert transport.writes == 3 * FRAMES_PER_TURN
 
 
+async def test_of_large_frames_one_is_taken_a_turn_of_the_loop(run) -> None:
+    from kvevents_service.service.session import BYTES_PER_TURN, EngineSession
+    from kvevents_service.wire.control import Lookup
+
+    async with run() as service:
+        session = EngineSession(99, service.sidecar, None, "observer")  # who may not ask: an answer to each
+        transport = CountingTransport()
+        session.connection_made(transport)
+        large = [bytes(encode_message(Lookup(n, "r", bytes(BYTES_PER_TURN)))) for n in range(3)]
+        session.data_received(b"".join(large))
+        assert (transport.writes, transport.paused) == (1, 1)
+        async with asyncio.timeout(10):
+            while transport.resumed == 0:
+                await asyncio.sleep(0)
+        assert transport.writes == 3
+
+
 class CountingTransport(asyncio.Transport):
     """A transport that counts."""
 

@@ -82,7 +82,7 @@ def _untested(home: Home, log: Path, version: str) -> Facts:
 
 def _metrics(home: Home, version: str) -> Facts:
     """In vLLM's interpreter, without an engine."""
-    environment = home.environment(version, one_process=True, ranks=1)
+    environment = home.environment(version, one_process=True, ranks=1, core=None)
     command = [str(home.python), str(HERE / "metrics.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HOOKS_S, check=False)
     if done.returncode:

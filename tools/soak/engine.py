@@ -31,7 +31,7 @@ BLOCKS, LAYERS, LAYER_BYTES = 16_384, 2, 512
 BLOCK_BYTES = LAYERS * LAYER_BYTES
 MAX_PROMPT_TOKENS = 32_768
 IDS_A_TURN = 1_000_000
-SETTINGS = EngineSettings(max_running=16, step_tokens=16_384, forward_s=0.001)
+SETTINGS = EngineSettings(max_running=16, step_tokens=8_192, forward_s=0.001)
 TELL_S, RESET_S = 1.0, 5.0
 
 
