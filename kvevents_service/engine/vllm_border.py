@@ -46,11 +46,14 @@ class SchedulerBorder:
         try:
             return verb(half, *about)
         except Exception:  # noqa: BLE001  the border of the step loop: no engine ends for an offload
-            self.half = None
-            self._tell(SCHEDULER_FAULT)
-            with suppress(Exception):  # whatever is broken, this is the last that is asked of it
-                half.close()
+            self._end(half)
             return otherwise
+
+    def _end(self, half: SchedulerHalf) -> None:
+        self.half = None
+        self._tell(SCHEDULER_FAULT)
+        with suppress(Exception):  # whatever is broken, this is the last that is asked of it
+            half.close()
 
     def arrive(self, request: VllmRequest) -> None:
         self.ask(None, SchedulerHalf.arrive, request)
@@ -65,16 +68,28 @@ class SchedulerBorder:
         self.ask(None, SchedulerHalf.begin_load, request, tables, tokens)
 
     def begin_step(self, output: StepOutput) -> Said:
-        nothing: Said | None = None
-        said = self.ask(nothing, SchedulerHalf.begin_step, output)
-        if said is None:
-            said = Said(BEFORE_ALL, dict.fromkeys(self._waiting, LoadEnd(failed=True)))
+        half = self.half
+        try:
+            said = self._nothing() if half is None else half.begin_step(output)
+        except Exception:  # noqa: BLE001  as above: here without a call more, as it is in every step
+            assert half is not None, "nothing can be said"
+            self._end(half)
+            said = self._nothing()
         if said.ended:
             self._waiting.difference_update(said.ended)
         return said
 
+    def _nothing(self) -> Said:
+        return Said(BEFORE_ALL, dict.fromkeys(self._waiting, LoadEnd(failed=True)))
+
     def land_step(self, number: int) -> None:
-        self.ask(None, SchedulerHalf.land_step, number)
+        half = self.half
+        try:
+            if half is not None:
+                half.land_step(number)
+        except Exception:  # noqa: BLE001  as above
+            assert half is not None, "it was asked"
+            self._end(half)
 
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         self.ask(None, SchedulerHalf.finish, request, tables)
@@ -96,6 +111,11 @@ def or_leave(worker: WorkerHalf, verb: Callable[[WorkerHalf], None], tell: Tell)
     try:
         verb(worker)
     except Exception:  # noqa: BLE001  as above
-        tell(WORKER_FAULT)
-        with suppress(Exception):  # as above
-            worker.leave()
+        leave(worker, tell)
+
+
+def leave(worker: WorkerHalf, tell: Tell) -> None:
+    """While an exception of it is handled."""
+    tell(WORKER_FAULT)
+    with suppress(Exception):  # as above
+        worker.leave()

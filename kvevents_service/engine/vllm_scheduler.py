@@ -142,21 +142,19 @@ class SchedulerHalf:
 
     def begin_step(self, output: StepOutput) -> Said:
         """This is scheduled now."""
-        self._step += 1
-        self._books.note_step(self._step, output)
-        if self.loads.arrived:
-            self.loads.ask_more()
-        tokens = output.total_num_scheduled_tokens
-        if not tokens:
-            self._take_in(output, IDLE_WAIT_S)
-        elif self._step >= self._due or output.preempted_req_ids:
-            self._take_in(output)
-        elif self.loads.under_way:
+        self._step = step = self._step + 1
+        loads, tokens = self.loads, output.total_num_scheduled_tokens
+        self._books.note_step(step, output)
+        if loads.arrived:
+            loads.ask_more()
+        if step >= self._due or not tokens or output.preempted_req_ids:
+            self._take_in(output, 0.0 if tokens else IDLE_WAIT_S)
+        elif self._open_steps and step >= self._look and self._short(tokens):
+            self._look = 2 * step - self._due + self.batch_steps
             self.collect()
-        elif self._open_steps and self._step >= self._look and self._short(tokens):
-            self._look = 2 * self._step - self._due + self.batch_steps
+        elif loads.under_way:
             self.collect()
-        return Said(self._step, self.loads.take_ended())
+        return Said(step, loads.take_ended())
 
     def _short(self, tokens: int) -> bool:
         """Somebody may wait for blocks, and some may be held for the sidecar alone. `tokens`: of this step.
