@@ -15,7 +15,7 @@ from kvevents_service.core.groups import PREFIX_KINDS, STATE_KIND, WINDOW_KINDS
 from kvevents_service.core.offers import runs
 from kvevents_service.engine.identity import KeyWalk
 from kvevents_service.engine.offers import OfferBook
-from kvevents_service.engine.plan import Draft, Patience, Plan, Planner
+from kvevents_service.engine.plan import Draft, Patience, Planner
 from kvevents_service.engine.planner import Find
 from kvevents_service.engine.spans import RequestView, Spans
 from kvevents_service.wire.control import GroupSpec
@@ -198,15 +198,15 @@ class LazyPlanner(Planner[LazyClaim]):
 
     # what became of steps
 
-    def _lose(self, plan: Plan[LazyClaim]) -> None:
+    def _lose(self, claims: Sequence[LazyClaim]) -> None:
         """Which block was declined, or whether its parent is missing, is not told: nothing is known any more."""
-        super()._lose(plan)
-        if plan.claims:
+        super()._lose(claims)
+        if claims:
             self._patience.lose(self._plans)
             self._forget()
 
-    def _win(self, plan: Plan[LazyClaim]) -> None:
-        if plan.claims:
+    def _win(self, claims: Sequence[LazyClaim]) -> None:
+        if claims:
             self._patience.recover()
 
     def _forget(self) -> None:

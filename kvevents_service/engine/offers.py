@@ -65,14 +65,13 @@ class OfferBook:
         """How many more blocks may be held now."""
         return self.max_blocks - self.held_blocks
 
-    @property
-    def crowded(self) -> bool:
-        """So many are held that it is time to look which may be given back."""
-        return 2 * self.held_blocks > self.max_blocks
+    def keep(self, block_ids: Sequence[int], *, held: bool = False) -> None:
+        """Hold blocks already that the next step will offer: their request is about to let go of them.
 
-    def keep(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks already that the next step will offer: their request is about to let go of them."""
-        self._touch(block_ids)
+        `held`: they are held, by one who leaves that to the book from here on.
+        """
+        if not held:
+            self._touch(block_ids)
         self._kept += block_ids
         self.held_blocks += len(block_ids)
 

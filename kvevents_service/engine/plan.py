@@ -11,7 +11,6 @@ not know: nothing raises, and nothing is held that no step gives back (I12).
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -74,7 +73,7 @@ class Plan(NamedTuple, Generic[Claim]):
     offers: list[Offer]
     finished: list[str]
     preempted: list[str]
-    block_ids: array[int]
+    block_ids: list[int]
     claims: list[Claim]
     blocks: int
 
@@ -84,18 +83,25 @@ class Plan(NamedTuple, Generic[Claim]):
         return not (self.offers or self.finished or self.preempted)
 
 
+class Sent(NamedTuple, Generic[Claim]):
+    """What is known of a plan until its step has ended. Its offers are gone."""
+
+    claims: list[Claim]
+    blocks: int
+
+
 class Draft(Generic[Claim]):
     """Offers and what they claim, on the way to a plan. `room` is how many more blocks it may take."""
 
     def __init__(self, room: int) -> None:
         self.room = room
         self.offers: list[Offer] = []
-        self.block_ids = array("i")
+        self.block_ids: list[int] = []
         self.claims: list[Claim] = []
 
     def add(self, offer: Offer, block_ids: Sequence[int]) -> None:
         self.offers.append(offer)
-        self.block_ids.extend(block_ids)
+        self.block_ids += block_ids
         self.room -= len(block_ids)
 
 
@@ -109,7 +115,7 @@ class Planner(Generic[Claim]):
         self._kept: Draft[Claim] = Draft(0)
         self._finished: list[str] = []
         self._preempted: list[str] = []
-        self._sent: dict[int, Plan[Claim]] = {}
+        self._sent: dict[int, Sent[Claim]] = {}
 
     # a request's life
 
@@ -137,9 +143,14 @@ class Planner(Generic[Claim]):
         """
         return None
 
-    def finish(self, request_id: str, tokens: int = 0, computed: int = 0) -> None:
-        """It ends, scheduled or not, `tokens` confirmed. Its blocks may be freed as soon as this returns."""
+    def finish(self, request_id: str, tokens: int = 0, computed: int = 0, held: Sequence[int] = ()) -> int:
+        """It ends, scheduled or not, `tokens` confirmed. Its blocks may be freed as soon as this returns.
+
+        `held` are blocks of it that are held for this call. Returns how many of them, from the first one on, the
+        book gives back from here on.
+        """
         self._finished.append(request_id)
+        return 0
 
     # steps
 
@@ -164,21 +175,21 @@ class Planner(Generic[Claim]):
         """The plan is on its way as this step; None: it was dropped."""
         self.book.hold(step_id, plan.block_ids)
         if step_id is None and plan.blocks:
-            self._lose(plan)
+            self._lose(plan.claims)
         elif step_id is not None and plan.blocks:
-            self._sent[step_id] = plan
+            self._sent[step_id] = Sent(plan.claims, plan.blocks)
 
     def settle(self, done: Iterable[StepDone]) -> None:
         """Steps have ended. What of them is not in the tier now is offered again."""
         for end in done:
             self.book.settle((end,))
-            plan = self._sent.pop(end.step_id, None)
-            if plan is None:
+            sent = self._sent.pop(end.step_id, None)
+            if sent is None:
                 continue
-            if end.stored + end.known < plan.blocks:
-                self._lose(plan)
+            if end.stored + end.known < sent.blocks:
+                self._lose(sent.claims)
             else:
-                self._win(plan)
+                self._win(sent.claims)
 
     def offer_all_again(self) -> None:
         """Another sidecar, which knows none of our blocks."""
@@ -187,16 +198,16 @@ class Planner(Generic[Claim]):
         """What was computed is void: nothing of it is offered any more. Call it beside the client's `reset`."""
         self.book.drop()
         self._kept = Draft(0)
-        for plan in self._sent.values():
-            plan.claims.clear()
+        for sent in self._sent.values():
+            sent.claims.clear()
 
     def _collect(self, draft: Draft[Claim]) -> None:
         """Fill the draft."""
         raise NotImplementedError
 
-    def _lose(self, plan: Plan[Claim]) -> None:
-        """Not all of it was stored."""
+    def _lose(self, claims: Sequence[Claim]) -> None:
+        """Not all of a step was stored."""
         self.counts.losses += 1
 
-    def _win(self, plan: Plan[Claim]) -> None:
-        """All of it is in the tier."""
+    def _win(self, claims: Sequence[Claim]) -> None:
+        """All of a step is in the tier."""

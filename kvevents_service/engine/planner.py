@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvevents_service.core.groups import PREFIX_KINDS, STATE_KIND, WINDOWED, first_needed
 from kvevents_service.engine.identity import KeyWalk
 from kvevents_service.engine.offers import OfferBook
-from kvevents_service.engine.plan import Draft, Patience, Plan, Planner, Tables
+from kvevents_service.engine.plan import Draft, Patience, Planner, Tables
 from kvevents_service.engine.spans import RequestView, Spans, dense_runs
 from kvevents_service.wire.control import GroupSpec
 
@@ -145,18 +145,19 @@ class EagerPlanner(Planner[EagerClaim]):
         track.ending = True
         return track.offered
 
-    def finish(self, request_id: str, tokens: int = 0, computed: int = 0) -> None:
+    def finish(self, request_id: str, tokens: int = 0, computed: int = 0, held: Sequence[int] = ()) -> int:
         super().finish(request_id)
         track = self._forget(request_id)
-        if track is not None:
-            track.confirm(tokens, computed)
-            if not self._has_more(track):
-                return
-            draft: Draft[EagerClaim] = Draft(self.book.room)
-            self.counts.skipped += self._add(draft, track)
-            for spans in self._positional:
-                self._add_tail(draft, track, spans)
-            self._keep(draft)
+        if track is None:
+            return 0
+        track.confirm(tokens, computed)
+        if not self._has_more(track):
+            return 0
+        draft: Draft[EagerClaim] = Draft(self.book.room)
+        self.counts.skipped += self._add(draft, track)
+        for spans in self._positional:
+            self._add_tail(draft, track, spans)
+        return self._keep(draft, held)
 
     def _has_more(self, track: Track) -> bool:
         """Something of it may not have been offered yet."""
@@ -180,13 +181,20 @@ class EagerPlanner(Planner[EagerClaim]):
         self._due.pop(request_id, None)
         return self._tracks.pop(request_id, None)
 
-    def _keep(self, draft: Draft[EagerClaim]) -> None:
-        """Hold what the next step will offer although its request may be gone by then."""
-        if draft.offers:
-            self.book.keep(draft.block_ids)
-            self._kept.offers += draft.offers
-            self._kept.block_ids += draft.block_ids
-            self._kept.claims += draft.claims
+    def _keep(self, draft: Draft[EagerClaim], held: Sequence[int] = ()) -> int:
+        """Hold what the next step will offer although its request may be gone by then.
+
+        Returns how many of `held`, from the first one on, the book gives back from here on: all it keeps, or none.
+        """
+        if not draft.offers:
+            return 0
+        blocks = len(draft.block_ids)
+        taken = draft.block_ids == held[:blocks]
+        self.book.keep(draft.block_ids, held=taken)
+        self._kept.offers += draft.offers
+        self._kept.block_ids += draft.block_ids
+        self._kept.claims += draft.claims
+        return blocks if taken else 0
 
     # steps
 
@@ -261,15 +269,15 @@ class EagerPlanner(Planner[EagerClaim]):
 
     # what became of steps
 
-    def _lose(self, plan: Plan[EagerClaim]) -> None:
-        super()._lose(plan)
-        for track, life in plan.claims:
+    def _lose(self, claims: Sequence[EagerClaim]) -> None:
+        super()._lose(claims)
+        for track, life in claims:
             if track.lives == life:
                 track.patience.lose(self._plans)
                 self._rewind(track)
 
-    def _win(self, plan: Plan[EagerClaim]) -> None:
-        for track, life in plan.claims:
+    def _win(self, claims: Sequence[EagerClaim]) -> None:
+        for track, life in claims:
             if track.lives == life:
                 track.patience.recover()
 

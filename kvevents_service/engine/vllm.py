@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvevents_service.engine.client import OffloadClient
-from kvevents_service.engine.vllm_border import SchedulerBorder, or_leave
+from kvevents_service.engine.vllm_border import SchedulerBorder, leave, or_leave
 from kvevents_service.engine.vllm_layout import places_of
 from kvevents_service.engine.vllm_marks import MarkingClient
 from kvevents_service.engine.vllm_memory import device_named
@@ -131,6 +131,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler = SchedulerBorder(log.exception)
         self._worker: WorkerHalf | None = None
         self._client: OffloadClient | None = None
+        self._marking: MarkingClient | None = None
         self._stats: StatsReader | None = None
         self._connected = True
         self._fine = False
@@ -148,8 +149,10 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         layout = ours.engine_layout(self._vllm_config, self._kv_cache_config, self._options.namespace)
-        kind = OffloadClient if ours.device_kind(self._vllm_config) == "cpu" else MarkingClient
-        self._client = kind(self._options.sidecar, layout, self._options.timeouts)
+        if ours.device_kind(self._vllm_config) == "cpu":
+            self._client = OffloadClient(self._options.sidecar, layout, self._options.timeouts)
+        else:
+            self._client = self._marking = MarkingClient(self._options.sidecar, layout, self._options.timeouts)
         log.info("kvevents: sidecar %s, %s", self._options.sidecar, self._options)
 
     @property
@@ -192,8 +195,13 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The sidecar copies whole blocks, later."""
 
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            or_leave(self._worker, WorkerHalf.computed, log.exception)
+        worker = self._worker
+        try:
+            if worker is not None:
+                worker.computed()
+        except Exception:  # noqa: BLE001  as in `or_leave`, without a call more: it is in every step
+            assert worker is not None, "it was asked"
+            leave(worker, log.exception)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, None if self._worker is None else self._worker.loaded()
@@ -249,15 +257,15 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVEventsMetadata:
         said = self._scheduler.begin_step(scheduler_output)
-        if isinstance(self._client, MarkingClient):
-            self._client.begun = said.step
+        if self._marking is not None:
+            self._marking.begun = said.step
         return KVEventsMetadata(said)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta
         step = BEFORE_ALL if report is None else report.step
-        if isinstance(self._client, MarkingClient):
-            self._client.landed = max(self._client.landed, step)
+        if self._marking is not None:
+            self._marking.landed = max(self._marking.landed, step)
         self._scheduler.land_step(step)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from math import gcd
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.engine.lazy import BlockRecord
 from kvevents_service.engine.plan import Planner
@@ -43,13 +45,12 @@ class Started(NamedTuple):
     start: int
 
 
-class NotedStep(NamedTuple):
-    """`grown`: requests that go on in it with more blocks."""
+class NotedStep(msgspec.Struct):
+    """What goes on in it with more blocks stands in `output`: no worker changes the lists of these."""
 
     number: int
     output: StepOutput
     started: Sequence[Started]
-    grown: Sequence[tuple[str, Sequence[Sequence[int]]]]
 
 
 class NotedEnd(NamedTuple):
@@ -60,7 +61,10 @@ class NotedEnd(NamedTuple):
 
 
 class Books:
-    """`requests` are those that have blocks. `view` is what the planner is to know of one."""
+    """`requests` are those that have blocks. `view` is what the planner is to know of one.
+
+    `let_go`: a request may have given blocks up since it was set to False.
+    """
 
     def __init__(
         self,
@@ -86,6 +90,7 @@ class Books:
         self._ending: dict[str, Life] = {}
         self._started: set[str] = set()
         self._landed = -1
+        self.let_go = False
 
     def __repr__(self) -> str:
         return f"<Books {len(self._lives)} requests, {len(self.noted)} noted, {self._flights!r}>"
@@ -103,16 +108,10 @@ class Books:
 
     def note_step(self, number: int, output: StepOutput) -> None:
         """This is scheduled now."""
-        cached = output.scheduled_cached_reqs
         started: Sequence[Started] = ()
-        if output.scheduled_new_reqs or cached.resumed_req_ids:
+        if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
             started = list(self._starts(output))
-        grown = [
-            (request_id, block_ids)
-            for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True)
-            if block_ids is not None and request_id not in cached.resumed_req_ids
-        ]
-        self.noted.append(NotedStep(number, output, started, grown))
+        self.noted.append(NotedStep(number, output, started))
 
     def _starts(self, output: StepOutput) -> Iterator[Started]:
         cached, resumed = output.scheduled_cached_reqs, output.scheduled_cached_reqs.resumed_req_ids
@@ -129,6 +128,7 @@ class Books:
     def end(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         """It has ended, and its blocks are freed behind this call: those that will be offered are held."""
         request_id, ending = request.request_id, None
+        self.let_go = True
         self.requests.pop(request_id, None)
         if any(tables) and (request_id in self._started or request_id in self._lives):
             tokens = known_tokens(request)
@@ -167,12 +167,17 @@ class Books:
             self._preempt(request_id)
         for started in note.started:
             self._start(started, note.number)
-        for request_id, block_ids in note.grown:
-            life = self._lives.get(request_id)
-            if life is not None:
-                life.grow(block_ids)
+        self._grow(output.scheduled_cached_reqs)
         if note.number > self._landed and output.total_num_scheduled_tokens:
             self._flights.begin(note.number, list(self._shares(note)))
+
+    def _grow(self, cached: Any) -> None:
+        """Requests that go on with more blocks. Those that are resumed have started anew."""
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None and request_id not in cached.resumed_req_ids:
+                life = self._lives.get(request_id)
+                if life is not None:
+                    life.grow(block_ids)
 
     def _start(self, started: Started, number: int) -> None:
         request, tables, _ = started
@@ -233,6 +238,7 @@ class Books:
 
     def _preempt(self, request_id: str) -> None:
         life = self._lives.pop(request_id, None)
+        self.let_go = True
         if life is not None:
             life.over = True
         self._planner.preempt(request_id)
@@ -263,6 +269,7 @@ class Books:
         """Offer what is left of so many tokens, and hold no more than that."""
         request_id, ending, life.ending = life.request.request_id, life.ending, None
         del self._ending[request_id]
-        self._planner.finish(request_id, tokens, computed)
-        if ending is not None and ending.block_ids:
-            self._pool.free(ending.block_ids[::-1])
+        held = [] if ending is None else ending.block_ids
+        kept = self._planner.finish(request_id, tokens, computed, held)
+        if len(held) > kept:
+            self._pool.free(held[kept:][::-1])

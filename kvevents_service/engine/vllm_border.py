@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvevents_service.engine.vllm_books import StepOutput
 from kvevents_service.engine.vllm_loads import LoadEnd
@@ -38,45 +38,61 @@ class SchedulerBorder:
     def bind(self, half: SchedulerHalf) -> None:
         self.half = half
 
-    def ask(self, otherwise: Result, verb: Callable[[SchedulerHalf], Result]) -> Result:
+    def ask(self, otherwise: Result, verb: Callable[..., Result], *about: Any) -> Result:
         """What the half says; `otherwise` if there is none, or it fails."""
         half = self.half
         if half is None:
             return otherwise
         try:
-            return verb(half)
+            return verb(half, *about)
         except Exception:  # noqa: BLE001  the border of the step loop: no engine ends for an offload
-            self.half = None
-            self._tell(SCHEDULER_FAULT)
-            with suppress(Exception):  # whatever is broken, this is the last that is asked of it
-                half.close()
+            self._end(half)
             return otherwise
 
+    def _end(self, half: SchedulerHalf) -> None:
+        self.half = None
+        self._tell(SCHEDULER_FAULT)
+        with suppress(Exception):  # whatever is broken, this is the last that is asked of it
+            half.close()
+
     def arrive(self, request: VllmRequest) -> None:
-        self.ask(None, lambda half: half.arrive(request))
+        self.ask(None, SchedulerHalf.arrive, request)
 
     def find(self, request: VllmRequest, local_tokens: int) -> int | None:
         nothing: int | None = 0
-        return self.ask(nothing, lambda half: half.find(request, local_tokens))
+        return self.ask(nothing, SchedulerHalf.find, request, local_tokens)
 
     def begin_load(self, request: VllmRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
         if tokens:
             self._waiting.add(request.request_id)
-        self.ask(None, lambda half: half.begin_load(request, tables, tokens))
+        self.ask(None, SchedulerHalf.begin_load, request, tables, tokens)
 
     def begin_step(self, output: StepOutput) -> Said:
-        said = self.ask(Said(BEFORE_ALL, {}), lambda half: half.begin_step(output))
-        if self.half is None:
-            said = said._replace(ended=dict.fromkeys(self._waiting, LoadEnd(failed=True)))
+        half = self.half
+        try:
+            said = self._nothing() if half is None else half.begin_step(output)
+        except Exception:  # noqa: BLE001  as above: here without a call more, as it is in every step
+            assert half is not None, "nothing can be said"
+            self._end(half)
+            said = self._nothing()
         if said.ended:
             self._waiting.difference_update(said.ended)
         return said
 
+    def _nothing(self) -> Said:
+        return Said(BEFORE_ALL, dict.fromkeys(self._waiting, LoadEnd(failed=True)))
+
     def land_step(self, number: int) -> None:
-        self.ask(None, lambda half: half.land_step(number))
+        half = self.half
+        try:
+            if half is not None:
+                half.land_step(number)
+        except Exception:  # noqa: BLE001  as above
+            assert half is not None, "it was asked"
+            self._end(half)
 
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
-        self.ask(None, lambda half: half.finish(request, tables))
+        self.ask(None, SchedulerHalf.finish, request, tables)
 
     @property
     def busy(self) -> bool:
@@ -84,10 +100,10 @@ class SchedulerBorder:
 
     def reset(self) -> bool:
         """True: nothing that was stored can be loaded any more."""
-        return self.ask(True, lambda half: half.reset())
+        return self.ask(True, SchedulerHalf.reset)
 
     def close(self) -> None:
-        self.ask(None, lambda half: half.close())
+        self.ask(None, SchedulerHalf.close)
 
 
 def or_leave(worker: WorkerHalf, verb: Callable[[WorkerHalf], None], tell: Tell) -> None:
@@ -95,6 +111,11 @@ def or_leave(worker: WorkerHalf, verb: Callable[[WorkerHalf], None], tell: Tell)
     try:
         verb(worker)
     except Exception:  # noqa: BLE001  as above
-        tell(WORKER_FAULT)
-        with suppress(Exception):  # as above
-            worker.leave()
+        leave(worker, tell)
+
+
+def leave(worker: WorkerHalf, tell: Tell) -> None:
+    """While an exception of it is handled."""
+    tell(WORKER_FAULT)
+    with suppress(Exception):  # as above
+        worker.leave()

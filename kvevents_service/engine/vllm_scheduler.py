@@ -82,7 +82,7 @@ class SchedulerHalf:
         self._lazy, self._last_steps = rules.lazy, rules.last_steps
         spans = [Spans(group, unit) for group in groups]
         stored = [each for each in spans if each.group.cacheable]
-        self._spans, self._step_tokens = spans, rules.step_tokens
+        self._spans = spans
         self._waiting: dict[str, VllmRequest] = {}
         self._packed: dict[str, array[int]] = {}
         asks = rules.lazy or not prefix_only(groups)
@@ -91,11 +91,11 @@ class SchedulerHalf:
         self.planner = self._make_planner(rules, asks)
         self.loads = Loads(client, groups, unit, self._pool, rules.hits, rules.step_tokens, clock)
         self._books = Books(self.planner, flights, self._pool, stored, self._view, record=rules.lazy)
-        self._open_steps = self._step = self._next = 0
+        self._open_steps = self._step = self._due = self._look = 0
         self._landed = -1
         self._said_at = self._reset_at = -LINGER_S
         self._registrations = 0
-        self._void = False
+        self._void = self._orphans = False
 
     def __repr__(self) -> str:
         return f"<SchedulerHalf {self._books!r}, {self.planner!r}, {self.loads!r}>"
@@ -142,35 +142,35 @@ class SchedulerHalf:
 
     def begin_step(self, output: StepOutput) -> Said:
         """This is scheduled now."""
-        self._step += 1
-        self._books.note_step(self._step, output)
-        if self.loads.arrived:
-            self.loads.ask_more()
-        if not output.total_num_scheduled_tokens:
-            self._take_in(output, IDLE_WAIT_S)
-        elif self._step >= self._next or self._urgent(output):
-            self._take_in(output)
-        elif self._under_way and self._awaited:
+        self._step = step = self._step + 1
+        loads, tokens = self.loads, output.total_num_scheduled_tokens
+        self._books.note_step(step, output)
+        if loads.arrived:
+            loads.ask_more()
+        if step >= self._due or not tokens or output.preempted_req_ids:
+            self._take_in(output, 0.0 if tokens else IDLE_WAIT_S)
+        elif self._open_steps and step >= self._look and self._short(tokens):
+            self._look = 2 * step - self._due + self.batch_steps
             self.collect()
-        return Said(self._step, self.loads.take_ended())
+        elif loads.under_way:
+            self.collect()
+        return Said(step, loads.take_ended())
 
-    def _urgent(self, output: StepOutput) -> bool:
-        """Blocks were given up, or a state is handed over."""
-        state = output.kv_connector_block_state
-        return bool(output.preempted_req_ids or (state is not None and state.boundary_state_offloads))
+    def _short(self, tokens: int) -> bool:
+        """Somebody may wait for blocks, and some may be held for the sidecar alone. `tokens`: of this step.
 
-    @property
-    def _awaited(self) -> bool:
-        """Somebody waits for a load, or for blocks."""
-        if self.loads.under_way or self.planner.book.crowded:
-            return True
+        It is looked for their end at growing distances: that may make a wait twice as long, not more.
+        """
+        if not (self._orphans or self._books.let_go):
+            return False
         first = next(iter(self._waiting.values()), None)
-        wanted = self._step_tokens + (0 if first is None else first.num_tokens)
+        wanted = tokens + (0 if first is None else first.num_tokens)
         return self._pool.free_blocks < sum(wanted // each.block_size + 1 for each in self._spans)
 
     def land_step(self, number: int) -> None:
         """All ranks have computed this step, and its output has been dealt with."""
-        self._landed = max(self._landed, number)
+        if number > self._landed:
+            self._landed = number
         if self._last_steps and not self._books.requests and self._books.waiting:
             self._take_in()
 
@@ -183,7 +183,9 @@ class SchedulerHalf:
         if output is not None and output.kv_connector_block_state is not None:
             self._hand_off(output.kv_connector_block_state.boundary_state_offloads)
         self._say()
-        self._next = self._step + self.batch_steps
+        self._orphans = self._orphans or self._books.let_go
+        self._books.let_go = False
+        self._due, self._look = self._step + self.batch_steps, self._step + 1
 
     def collect(self, wait_s: float = 0.0) -> None:
         """Take in what has ended in the sidecar. Waits up to `wait_s` if something is under way."""
@@ -214,6 +216,7 @@ class SchedulerHalf:
     def _settle(self, done: Completions) -> None:
         if done.steps:
             self._open_steps -= len(done.steps)
+            self._orphans = self._orphans and self._open_steps > 0
             self.planner.settle(done.steps)
             self.stored_blocks += sum(end.stored for end in done.steps)
             self.declined_blocks += sum(end.declined for end in done.steps)
@@ -284,5 +287,5 @@ def prefix_only(groups: Sequence[GroupSpec]) -> bool:
 
 
 def batch_steps(rules: Rules, groups: Sequence[GroupSpec]) -> int:
-    """What is about to be reused, or has left a window, must be told of at once."""
+    """What is about to be reused, has left a window, or is a state that is handed over must be told of at once."""
     return rules.batch_steps if prefix_only(groups) and not rules.lazy else 1

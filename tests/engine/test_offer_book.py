@@ -57,6 +57,17 @@ def test_what_was_kept_for_a_step_ends_with_it() -> None:
     assert (sum(blocks.references), book.room) == (0, 8)
 
 
+def test_what_is_held_already_is_kept_without_another_reference() -> None:
+    blocks = Blocks()
+    book = blocks.book()
+    blocks.touch([3, 4])
+    book.keep([3, 4], held=True)
+    book.hold(1, [])
+    assert (blocks.references[3:5], book.room) == ([1, 1], 6)
+    book.settle([StepDone(1, 2, 0, 0)])
+    assert (sum(blocks.references), book.room) == (0, 8)
+
+
 def test_a_dropped_step_holds_nothing() -> None:
     blocks = Blocks()
     book = blocks.book()

@@ -472,3 +472,14 @@ def test_no_token_becomes_an_object() -> None:
     assert offer.token_ids == array("i", range(256)).tobytes()
     with pytest.raises(OverflowError):
         make_offer("r", [], [2**31], [])
+
+
+@pytest.mark.parametrize(("held", "taken"), [([3, 4, 5, 6], 4), ([3, 4, 5, 6, 7], 4), ([3, 4, 6], 0), ([], 0)])
+def test_blocks_that_are_held_for_an_ended_request_are_taken_over(held: list[int], taken: int) -> None:
+    touched: list[int] = []
+    book = OfferBook(touched.extend, list, 64)
+    planner = EagerPlanner((FULL,), UNIT, book)
+    planner.admit(RequestView("r", [bytes([unit]) * 32 for unit in range(4)], range(4 * UNIT)), [[3, 4, 5, 6, 7]])
+    assert planner.finish("r", 4 * UNIT, 4 * UNIT, held) == taken
+    assert touched == ([] if taken else [3, 4, 5, 6])
+    assert book.held_blocks == 4

@@ -600,19 +600,55 @@ def test_where_no_empty_steps_follow_the_last_step_says_what_is_left() -> None:
     assert used(vllm.pool) == 0, "a reset takes in what has ended"
 
 
+def ended_with_stores(vllm: ToyVllm) -> int:
+    """A request has ended in a step that told of it, and its copies with it: how many blocks are held."""
+    vllm.add("r", PROMPT[:16], 60)
+    while not vllm.client.copies.pending:
+        vllm.step()
+    vllm.abort("r")
+    vllm.client.end_copies()
+    return vllm.half.planner.book.held_blocks
+
+
 def test_a_prompt_that_finds_no_room_is_reason_to_look_for_ended_stores() -> None:
     vllm = ToyVllm(blocks=41, batch=8)
-    vllm.add("r", PROMPT[:16], 60)
-    for _ in range(9):
-        vllm.step()
-    vllm.client.end_copies()
-    held = vllm.half.planner.book.held_blocks
+    vllm.add("other", [50, 51, 52], 30)
+    held = ended_with_stores(vllm)
     assert held > 0
     vllm.step()
     assert vllm.half.planner.book.held_blocks == held
-    vllm.half.arrive(Request("long", list(range(110)), 1))
+    vllm.half.arrive(Request("long", list(range(150)), 1))
     vllm.step()
-    assert vllm.half.planner.book.held_blocks == 0
+    assert vllm.half.planner.book.held_blocks < held
+
+
+def test_blocks_that_their_request_holds_too_are_not_looked_for() -> None:
+    vllm = ToyVllm(blocks=41, batch=8)
+    vllm.add("r", PROMPT[:16], 60)
+    while not vllm.client.copies.pending:
+        vllm.step()
+    vllm.client.end_copies()
+    held = vllm.half.planner.book.held_blocks
+    vllm.half.arrive(Request("long", list(range(150)), 1))
+    vllm.step()
+    assert vllm.half.planner.book.held_blocks == held > 0
+
+
+def test_it_looks_for_ended_stores_at_growing_distances() -> None:
+    vllm = ToyVllm(blocks=41, batch=16)
+    vllm.add("other", [50, 51, 52], 60)
+    vllm.add("r", PROMPT[:16], 60)
+    while not vllm.client.copies.pending:
+        vllm.step()
+    vllm.abort("r")
+    vllm.half.arrive(Request("long", list(range(150)), 1))
+    looks = []
+    for _ in range(12):
+        before = vllm.client.counters["toy_polls"]
+        vllm.step()
+        looks.append(vllm.client.counters["toy_polls"] - before)
+    assert looks == [1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0]
+    vllm.abort("other")
 
 
 def test_what_a_worker_does_to_the_lists_it_is_given_is_not_taken_for_more_blocks() -> None:

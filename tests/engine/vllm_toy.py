@@ -286,6 +286,7 @@ class ToyClient:
             self.core.release(SESSION, Release(hit.lease_id))
 
     def poll(self, wait_s: float = 0.0) -> Completions:
+        self.counters["toy_polls"] += 1
         ended, self._ended = self._ended, []
         steps = [end for end in ended if isinstance(end, StepDone)]
         return Completions(steps, [end for end in ended if isinstance(end, Loaded)])
