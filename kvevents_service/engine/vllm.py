@@ -22,7 +22,7 @@ from kvevents_service.engine.vllm_memory import device_named
 from kvevents_service.engine.vllm_options import Options, read
 from kvevents_service.engine.vllm_scheduler import Rules, Said, SchedulerHalf
 from kvevents_service.engine.vllm_stats import METRICS, StatsReader, Values, aggregated
-from kvevents_service.engine.vllm_worker import BEFORE_ALL, WorkerHalf
+from kvevents_service.engine.vllm_worker import BEFORE_ALL, GREETING_S, WorkerHalf
 from kvevents_service.errors import ConfigError
 
 try:
@@ -150,6 +150,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout = ours.engine_layout(self._vllm_config, self._kv_cache_config, self._options.namespace)
         kind = OffloadClient if ours.device_kind(self._vllm_config) == "cpu" else MarkingClient
         self._client = kind(self._options.sidecar, layout, self._options.timeouts)
+        self._client.wait_dialled(GREETING_S)
         log.info("kvevents: sidecar %s, %s", self._options.sidecar, self._options)
 
     @property
