@@ -36,7 +36,7 @@ class Registration:
         self._fds = fds
         self._line = Line(self.timeouts.send_s)
         self.counters = self._line.counters
-        self._closing = False
+        self._closing = self._dialled = False
         self._marked: int | None = None
         self._mark_due = False
         self._keeper = threading.Thread(target=self._keep, name="kvevents-dial", daemon=True)
@@ -64,6 +64,12 @@ class Registration:
         """Wait until registered. For start-up; the step loop never needs it."""
         with self._line.changed:
             return self._line.changed.wait_for(lambda: self.connected or self._closing, wait_s)
+
+    def wait_dialled(self, wait_s: float) -> bool:
+        """Wait until the first dial has ended, which without a sidecar is at once. True if it is registered."""
+        with self._line.changed:
+            self._line.changed.wait_for(lambda: self._dialled or self._closing, wait_s)
+            return self.connected
 
     def mark(self, number: int) -> bool:
         """Tell how far the device has been told to compute (`Mark`): for a session with memory. Numbers rise.
@@ -115,6 +121,8 @@ class Registration:
 
     def _note_failed_dial(self, error: Exception) -> None:
         with self._line.changed:
+            self._dialled = True
+            self._line.changed.notify_all()
             self._line.last_error = str(error) or type(error).__name__
             self._line.changed.wait_for(lambda: self._closing, self.timeouts.redial_s)
 
@@ -123,5 +131,6 @@ class Registration:
             if self._closing:
                 link.connection.close()
                 return
+            self._dialled = True
             self._line.adopt(link)
             self._tell_mark()

@@ -22,7 +22,7 @@ from kvevents_service.engine.vllm_memory import device_named
 from kvevents_service.engine.vllm_options import Options, read
 from kvevents_service.engine.vllm_scheduler import Rules, Said, SchedulerHalf
 from kvevents_service.engine.vllm_stats import METRICS, StatsReader, Values, aggregated
-from kvevents_service.engine.vllm_worker import BEFORE_ALL, WorkerHalf
+from kvevents_service.engine.vllm_worker import BEFORE_ALL, GREETING_S, WorkerHalf
 from kvevents_service.errors import ConfigError
 
 try:
@@ -153,6 +153,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._client = OffloadClient(self._options.sidecar, layout, self._options.timeouts)
         else:
             self._client = self._marking = MarkingClient(self._options.sidecar, layout, self._options.timeouts)
+        self._client.wait_dialled(GREETING_S)
         log.info("kvevents: sidecar %s, %s", self._options.sidecar, self._options)
 
     @property

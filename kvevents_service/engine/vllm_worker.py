@@ -14,8 +14,9 @@ from kvevents_service.engine.vllm_memory import RankDevice
 from kvevents_service.engine.vllm_scheduler import Said
 
 BEFORE_ALL = -1
-GREETING_S = 1.0
-"""How long a worker waits at its start for the sidecar, to say in its log whether it is there."""
+GREETING_S = 5.0
+"""How long either half waits at its start for a sidecar that is there, and slow: else the first requests would not
+be offered to it. They start one after the other, the workers first."""
 LET_GO_S = 5.0
 
 
@@ -54,7 +55,7 @@ class WorkerHalf:
         layout = RankLayout(*self._rank, memories, regions, fds, events)
         self.client = RankClient(self._socket_path, layout)
         self._mark(max(self._computed, 0))
-        self.client.wait_connected(GREETING_S)
+        self.client.wait_dialled(GREETING_S)
 
     def take_back(self) -> bool:
         """Before the memory goes. True once the sidecar has let go of it."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_client import LONG_S, Sidecar, chain, store, until_step
+from test_client import LONG_S, Sidecar, chain, store, timed, until_step
 
 from kvevents_service.engine.client import OffloadClient, Timeouts
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
@@ -88,6 +88,28 @@ def test_a_sidecar_that_does_not_let_go_in_time_is_not_called_gone(sidecar: Side
 def test_without_a_sidecar_it_waits_and_closes_at_once(rank: RankClient) -> None:
     assert not rank.connected
     assert rank.close()
+
+
+def test_nobody_waits_at_a_start_without_a_sidecar(rank: RankClient) -> None:
+    assert timed(rank.wait_dialled, LONG_S) < LONG_S / 2
+    assert not rank.wait_dialled(LONG_S)
+    assert "no sidecar at" in rank.last_error
+
+
+def test_a_start_waits_for_a_sidecar_that_is_slow_and_for_no_other(sidecar: Sidecar, rank: RankClient) -> None:
+    sidecar.start()
+    assert rank.wait_connected(LONG_S)
+    assert rank.close(LONG_S)
+    sidecar.send(signal.SIGSTOP)
+    second = RankClient(sidecar.path, rank.layout)
+    assert not second.wait_dialled(0.1)
+    sidecar.send(signal.SIGCONT)
+    assert second.wait_dialled(LONG_S)
+    third = RankClient(sidecar.path, rank.layout, QUICK)
+    assert not third.wait_dialled(LONG_S)
+    assert "rank_taken" in third.last_error
+    assert second.close(LONG_S)
+    assert third.close(LONG_S)
 
 
 def test_a_refusal_is_told(sidecar: Sidecar, rank: RankClient) -> None:

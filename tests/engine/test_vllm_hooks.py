@@ -20,6 +20,7 @@ from test_client import LONG_S
 from kvevents_service.engine.vllm_border import SCHEDULER_FAULT, SchedulerBorder
 from kvevents_service.engine.vllm_layout import Place
 from kvevents_service.errors import ConfigError, KvEventsError
+from kvevents_service.wire.control import ClientMessage, Hello
 
 SOCKET = {"sidecar": "/nowhere/engine.sock"}
 BOTH = [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER]
@@ -195,12 +196,18 @@ class Hooks:
         assert self.made.request_finished_all_groups(request, tables) == (False, None)
 
 
-def play(module: ModuleType, path: Path) -> Any:
-    """Requests come and go through the hooks, and every one ends."""
+def start(module: ModuleType, path: Path) -> tuple[Any, ToyVllm]:
+    """A connector, and an engine that calls its hooks."""
     config = vllm_config({"sidecar": str(path), "lookup_timeout_s": 0.02}, UNIT)
     made, vllm = connector(module, KVConnectorRole.SCHEDULER, config), ToyVllm()
     vllm.half = Hooks(made, vllm)  # type: ignore[assignment]
     assert made._scheduler.half is not None
+    return made, vllm
+
+
+def play(module: ModuleType, path: Path) -> Any:
+    """Requests come and go through the hooks, and every one ends."""
+    made, vllm = start(module, path)
     for number in range(6):
         vllm.add(f"r{number}", range(number % 3, number % 3 + 17), 3)
         vllm.step()
@@ -226,6 +233,24 @@ def test_no_hook_raises_whatever_the_sidecar_says(
     sidecar.stop()
     made.shutdown()
     assert SCHEDULER_FAULT not in caplog.text
+
+
+def test_the_first_request_is_offered_though_the_sidecar_took_its_time_to_welcome(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    def slow(message: ClientMessage) -> bytes:
+        if isinstance(message, Hello):
+            time.sleep(0.3)
+        return proper(message)
+
+    sidecar = HostileSidecar(tmp_path / "engine.sock", slow)
+    made, vllm = start(module, tmp_path / "engine.sock")
+    vllm.add("first", range(17))
+    while vllm.requests or made.has_pending_push_work():
+        vllm.step()
+    assert made._scheduler.half.declined_blocks == 4, made._client
+    sidecar.stop()
+    made.shutdown()
 
 
 def test_the_log_says_when_the_sidecar_goes_and_comes(

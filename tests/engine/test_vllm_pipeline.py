@@ -139,6 +139,19 @@ def test_a_block_counts_when_every_stage_has_it(pipeline: Pipeline) -> None:
     assert pipeline.wrong == 0
 
 
+def test_what_runs_is_offered_again_when_a_stage_that_was_missing_has_come(pipeline: Pipeline) -> None:
+    first, second = pipeline.stages
+    first.lend()
+    pipeline.add("r", range(17), 120)
+    while pipeline.half.declined_blocks < 4:
+        pipeline.step()
+    second.lend()
+    while pipeline.half.stored_blocks < 4:
+        assert "r" in pipeline.requests, pipeline.half
+        pipeline.step()
+    pipeline.abort("r")
+
+
 def test_a_stage_without_layers_is_one_clear_error(pipeline: Pipeline) -> None:
     pipeline.stages[1].caches.clear()
     with pytest.raises(Exception, match="expected at least one layer with a KV cache"):

@@ -27,8 +27,8 @@ WINDOWED = Sizes(blocks=24)
 
 
 def offload_to(socket: str, **more: Any) -> Facts:
-    """Options of the connector. A busy machine may be slow to answer: that is no miss here."""
-    return {"sidecar": socket, "lookup_timeout_s": 5.0, **more}
+    """Options of the connector. A busy machine may be slow to answer, and to load: that is no miss here."""
+    return {"sidecar": socket, "lookup_timeout_s": 5.0, "load_timeout_s": 60.0, **more}
 
 
 class Show:
