@@ -4,7 +4,8 @@
     python examples/router.py pod-a=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558 pod-b=...
 
 Prompts are JSON lines on stdin: {"token_ids": [...]}, with "lora_name" and "salt" where the request has them. Each
-is answered by a line on stdout: {"pod": "pod-a", "tokens": 512, "media": {"CPU": 512}}; pod null: any will do.
+is answered by a line on stdout: {"pod": "pod-a", "tokens": 512, "media": {"CPU": 512}, "catching_up": []}. pod null
+is any; catching_up are pods of which not all is known yet.
 """
 
 import asyncio
@@ -14,28 +15,29 @@ import sys
 from kvevents_service import PrefixIndex, Source, Subscriber
 
 
-def route(index: PrefixIndex, prompt: dict[str, object]) -> dict[str, object]:
+def route(index: PrefixIndex, subscriber: Subscriber, prompt: dict[str, object]) -> dict[str, object]:
+    catching_up = sorted(subscriber.catching_up)
     found = index.match(prompt.pop("token_ids"), **prompt)
     if not found:
-        return {"pod": None, "tokens": 0, "media": {}}
+        return {"pod": None, "tokens": 0, "media": {}, "catching_up": catching_up}
     publisher, held = max(found.items(), key=lambda pair: pair[1].tokens)
-    return {"pod": publisher.label, **held._asdict()}
+    return {"pod": publisher.label, **held._asdict(), "catching_up": catching_up}
 
 
-async def follow(index: PrefixIndex, sources: list[Source]) -> None:
-    async with Subscriber(sources, stale_after_s=10, read_tokens=True) as subscriber:
-        async for item in subscriber:
-            index.take(item)
+async def follow(index: PrefixIndex, subscriber: Subscriber) -> None:
+    async for item in subscriber:
+        index.take(item)
 
 
 async def main(pods: list[str]) -> None:
     index = PrefixIndex()
     named = (pod.partition("=") for pod in pods)
     sources = [Source(*endpoints.split(","), label=label) for label, _, endpoints in named]
-    following = asyncio.create_task(follow(index, sources))
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(route(index, json.loads(line))), flush=True)
-    following.cancel()
+    async with Subscriber(sources, stale_after_s=10, read_tokens=True) as subscriber:
+        following = asyncio.create_task(follow(index, subscriber))
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps(route(index, subscriber, json.loads(line))), flush=True)
+        following.cancel()
 
 
 if __name__ == "__main__":

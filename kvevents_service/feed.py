@@ -47,6 +47,8 @@ class Feed:
             deque()
         )
         self._live: Subscription | None = None
+        self._behind = False  # what was asked for was not all taken
+        self._known = source.replay is None and source.snapshot is None  # nothing asked for went unanswered
         self._polled_at = self._heard_at = 0.0
 
     def __repr__(self) -> str:
@@ -67,6 +69,11 @@ class Feed:
     def replaying(self) -> bool:
         """Whether an answer is under way."""
         return any(lane.sequence.replaying for lane in self._lanes)
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether what was taken is not yet all that the publisher tells of what it holds."""
+        return self._behind or not self._known or any(lane.sequence.distrusted for lane in self._lanes)
 
     @property
     def duplicates(self) -> int:
@@ -134,6 +141,7 @@ class Feed:
             self._take(lane, lane.passed(step, idle))
             self._poll_request(lane, step)
         self._check_silence(now)
+        self._check_taken()
         if idle and (reason := live.new_refusal(now)):
             self._out.append(Refused(self.source.name, reason))
 
@@ -142,7 +150,12 @@ class Feed:
         if not self._out:
             return None
         head = self._out.popleft()
+        self._check_taken()
         return head if isinstance(head, _OF_THE_SOURCE) else self._item(*head)
+
+    def _check_taken(self) -> None:
+        if self._behind and not self._out:
+            self._behind = self.replaying
 
     def _due(self, now: float) -> bool:
         return now - self._polled_at >= RECHECK_S or self.readable
@@ -155,7 +168,7 @@ class Feed:
     # silence
 
     def _heard(self, now: float) -> None:
-        self._heard_at = now
+        self._heard_at, self._known = now, True
         if self.stale:
             self.stale = False
             self._out.append(Back(self.source.name))
@@ -225,9 +238,11 @@ class Feed:
 
     def _give_up(self, lane: Lane) -> None:
         self._counts["replays_given_up"] += 1
+        self._known = False
         self._take(lane, lane.sequence.give_up())
 
     def _on_answer(self, lane: Lane, request: Request, frames: list[bytes]) -> None:
+        self._known = True
         try:
             if request.kind == "snapshot":
                 self._on_snapshot(lane, frames)
@@ -277,6 +292,7 @@ class Feed:
         if live is None:
             return
         self._counts["replays"] += 1
+        self._behind = True
         if source.replay is None or (start == 0 and source.snapshot is not None):
             assert source.snapshot is not None, "one of the two can be asked"
             lane.request = live.snapshot(source.snapshot)

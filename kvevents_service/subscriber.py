@@ -10,7 +10,8 @@
 
 Each (endpoint, topic, rank) has numbers of its own. A hole is filled by replay, and live batches wait meanwhile.
 Where a replay cannot fill it, the loss is said (`Gap`) and the whole state asked for; a publisher that has it tells
-it after a `Resync`. Sources take turns; none waits for another.
+it after a `Resync`, in many batches: it is `catching_up` until the last of them was taken. Sources take turns; none
+waits for another.
 
 overflow: what happens to a consumer that is too slow. "wait": nothing is read while it is busy, and what ZeroMQ's
 high water marks cannot keep is lost there. "drop": every source is read at once into a queue within `hold`, which
@@ -128,6 +129,12 @@ class Subscriber:
     def stale(self) -> frozenset[str]:
         """Labels of the sources that are silent."""
         return frozenset(feed.source.name for feed in self._feeds if feed.stale)
+
+    @property
+    def catching_up(self) -> frozenset[str]:
+        """Labels of the sources whose state is not whole yet: its history, what a hole lacks or the whole state is
+        still to be asked for, or was not taken to its end. Never one that has no endpoint to ask."""
+        return frozenset(feed.source.name for feed in self._feeds if feed.catching_up)
 
     @property
     def joined_at(self) -> int | None:

@@ -80,6 +80,20 @@ async def peer(**options: object) -> AsyncIterator[Peer]:
         context.destroy(linger=0)
 
 
+@asynccontextmanager
+async def following(source: Source) -> AsyncIterator[Subscriber]:
+    """A reader that takes all that comes and keeps its fold."""
+
+    async def follow() -> None:
+        async for _ in subscriber:
+            pass
+
+    async with Subscriber(source, track=True) as subscriber, asyncio.TaskGroup() as group:
+        task = group.create_task(follow())
+        yield subscriber
+        task.cancel()
+
+
 async def received(socket: zmq.Socket) -> list[bytes]:
     with Receiver(socket) as receiver:
         async with asyncio.timeout(DEADLINE_S):

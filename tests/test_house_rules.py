@@ -31,12 +31,12 @@ MAY_IMPORT = {
     "engine": {"engine", "core", "wire", "errors", "cuda"},
     "service": {
         *("service", "transfer", "core", "wire", "errors", "config", "source_config", "sockets", "curve"),
-        *("handshakes", "nats_config"),
+        *("handshakes", "nats_config", "version"),
         *("feed", "items", "lane"),  # the relay reads what a router reads
     },
     "cli": {
         *("cli", "subscriber", "service", "wire", "core", "config", "settings", "source_config", "sizes"),
-        *("errors", "sockets", "engine", "curve", "handshakes", "nats_config"),
+        *("errors", "sockets", "engine", "curve", "handshakes", "nats_config", "version"),
     },
 }
 """What a folder may import of this package."""

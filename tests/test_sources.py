@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -26,6 +26,7 @@ from kvevents_service.subscriber import (
     Stale,
     Subscriber,
     Timing,
+    Undecodable,
 )
 from kvevents_service.wire.events import AllBlocksCleared
 from kvevents_service.wire.frames import REPLAY_END, live_frames, replay_reply
@@ -402,6 +403,96 @@ class TestSilence:
             await asyncio.sleep(0.3)  # the consumer is away, messages wait
             (item,) = await take(subscriber, 1)
             assert isinstance(item, Batch)
+
+
+class TestCatchingUp:
+    @pytest.mark.parametrize("endpoint", ["replay", "snapshot"])
+    async def test_until_the_whole_state_was_taken(self, endpoint: str) -> None:
+        async with peer(retained=5, publisher_id=b"p" * 16) as publisher:
+            publisher.send(150)
+            source = Source(publisher.endpoint, **{endpoint: publisher.replay}, label="pod")
+            async with Subscriber(source, track=True) as subscriber:
+                whole = blocks_of(publisher.model.fold)
+                while not subscriber.state() or fold_of(subscriber) != whole:
+                    assert subscriber.catching_up == {"pod"}
+                    await take(subscriber, 1)
+                await publisher.subscribed()
+                await reading_until(subscriber, lambda: not subscriber.catching_up)
+                publisher.send(1)
+                await until(subscriber, 150)
+                assert not subscriber.catching_up
+
+    async def test_a_publisher_that_has_nothing_is_whole_and_one_that_is_not_there_is_not(
+        self, nowhere: str
+    ) -> None:
+        async with peer() as publisher:
+            sources = [publisher.source(label="empty"), Source(nowhere, nowhere, label="nowhere")]
+            async with Subscriber(sources, timing=IMPATIENT) as subscriber:
+                await reading_until(subscriber, lambda: subscriber.stats()["replays_given_up"] >= 2)
+                await reading_until(subscriber, lambda: subscriber.catching_up == {"nowhere"})
+
+    async def test_while_a_hole_may_still_be_filled(self, router) -> None:
+        socket, endpoint = router
+        async with (
+            peer() as publisher,
+            Subscriber(Source(publisher.endpoint, endpoint), timing=IMPATIENT) as reader,
+        ):
+            await publisher.subscribed()
+            publisher.send(1)
+            identity, *_ = await received(socket)
+            socket.send_multipart([identity, *REPLAY_END])
+            assert await briefly(reader, 1) == [0]
+            assert not reader.catching_up
+            publisher.lose(1)
+            publisher.send(1)
+            waiting = asyncio.create_task(briefly(reader, 2))
+            for _ in range(2):  # asked for the hole, and again
+                await received(socket)
+                assert reader.catching_up
+            assert await waiting == [Gap(1, 2), 2]
+            assert reader.catching_up
+            asking = asyncio.create_task(received(socket))
+            await reading_until(reader, asking.done)
+            assert reader.catching_up
+            identity, *_ = asking.result()
+            socket.send_multipart([identity, *REPLAY_END])  # the whole state: it has none
+            await reading_until(reader, lambda: not reader.catching_up)
+
+    async def test_after_a_loss_until_the_whole_state_was_taken(self) -> None:
+        timing = Timing(refresh_s=0.3)
+        async with peer() as publisher, Subscriber(publisher.source(), timing=timing, track=True) as subscriber:
+            await publisher.subscribed()
+            publisher.send(1)
+            await reading_until(subscriber, lambda: bool(subscriber.state()) and not subscriber.catching_up)
+            publisher.xpub.send_multipart(live_frames(b"kv", 1, b"no batch"))
+            publisher.lose(1)
+            (item,) = await take(subscriber, 1)
+            assert isinstance(item, Undecodable)
+            assert subscriber.catching_up
+            await reading_until(subscriber, lambda: not subscriber.catching_up)
+            assert fold_of(subscriber) == blocks_of(publisher.model.fold)
+
+    async def test_never_where_nobody_can_be_asked(self) -> None:
+        async with peer() as publisher, Subscriber(publisher.endpoint) as subscriber:
+            await publisher.subscribed()
+            publisher.send(1)
+            publisher.lose(1)
+            publisher.send(1)
+            assert not subscriber.catching_up
+            assert await briefly(subscriber, 3) == [0, Gap(1, 2), 2]
+            assert not subscriber.catching_up
+
+
+async def reading_until(subscriber: Subscriber, met: Callable[[], bool]) -> None:
+    async def read() -> None:
+        async for _ in subscriber:
+            pass
+
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(DEADLINE_S):
+        while not met():
+            await asyncio.wait([reading], timeout=0.01)
+    reading.cancel()
 
 
 async def heartbeats(publisher: Peer) -> None:

@@ -16,12 +16,13 @@ from kvevents_service.cli.serve import serve
 from kvevents_service.cli.snapshot import snapshot
 from kvevents_service.cli.tail import tail
 from kvevents_service.cli.top import top
+from kvevents_service.version import VERSION
 
 EXIT_INTERRUPTED = 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="kvevents-service")
+@click.version_option(VERSION)
 def kvevents() -> None:
     """A KV-cache offload sidecar and its event stream. See it work: `kvevents demo`."""
 

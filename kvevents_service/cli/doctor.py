@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -25,6 +24,7 @@ from kvevents_service.cli.terminal import chat, discard_stdout, wants_color, wri
 from kvevents_service.config import ServeConfig
 from kvevents_service.errors import ConfigError, SidecarGone
 from kvevents_service.settings import CONFIG_VARIABLE, load_settings
+from kvevents_service.version import VERSION
 
 EXIT_OK, EXIT_PROBLEM, EXIT_USAGE = 0, 1, 2
 NEAR_S = 0.5
@@ -83,7 +83,7 @@ def findings(
 ) -> Iterator[Finding]:
     """Everything, in the order it is looked at."""
     running: list[State] = []
-    for found in check_sidecars(urls or _near(), version("kvevents-service")):
+    for found in check_sidecars(urls or _near(), VERSION):
         if isinstance(found, Finding):
             yield found
         else:

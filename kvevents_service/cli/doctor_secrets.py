@@ -8,7 +8,7 @@ from functools import partial
 from kvevents_service.cli.findings import Finding, ok, problem, warning
 from kvevents_service.cli.render import plural
 from kvevents_service.config import OutputConfig, ServeConfig
-from kvevents_service.errors import ConfigError
+from kvevents_service.errors import ConfigError, install
 from kvevents_service.nats_config import NatsConfig
 from kvevents_service.service.event_plane import privacy, server_keys
 from kvevents_service.service.nats_broker import check_installed, credentials
@@ -49,6 +49,9 @@ def _salt(output: OutputConfig | NatsConfig) -> Finding | None:
 
 
 def _broker(broker: NatsConfig) -> Finding:
-    check_installed()
+    try:
+        check_installed()
+    except ConfigError:
+        return problem("nats", f"nats-py is not installed: nothing can go to {broker.subject}", install("nats"))
     credentials(broker)
     return ok("nats", f"{broker.subject} goes to {', '.join(broker.servers)}")

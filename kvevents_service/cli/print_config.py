@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import version
 
 import msgspec
 import tomli_w
 
 from kvevents_service.config import OutputConfig
 from kvevents_service.settings import Loaded
-
-PACKAGE = "kvevents-service"
+from kvevents_service.version import VERSION
 
 
 def effective_toml(loaded: Loaded) -> str:
@@ -27,7 +25,7 @@ def effective_toml(loaded: Loaded) -> str:
             plain.append(f"# {setting} is not set\n")
         else:
             plain.append(f"{tomli_w.dumps({setting: value}).rstrip()}  # {origin}\n")
-    return "".join([f"# kvevents {version(PACKAGE)}: the settings in effect\n", *plain, *tables])
+    return "".join([f"# kvevents {VERSION}: the settings in effect\n", *plain, *tables])
 
 
 def _values(loaded: Loaded) -> dict[str, object]:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvevents_service.errors import ConfigError, not_installed
 from kvevents_service.service.logs import LOGGER, configure
 from kvevents_service.settings import CONFIG_VARIABLE, Loaded, load_settings
 from kvevents_service.sizes import size_text
+from kvevents_service.version import VERSION
 
 EXIT_CONFIG = 2
 
@@ -117,7 +117,7 @@ def _say_what_runs(config: ServeConfig) -> None:
     outputs = ", ".join(f"{output.dialect} on {output.pub}" for output in config.event_outputs)
     logging.getLogger(LOGGER).info(
         "kvevents %s, pid %d: %s, events as %s, engines at %s",
-        *(version("kvevents-service"), os.getpid(), tiers, outputs, config.engine_socket),
+        *(VERSION, os.getpid(), tiers, outputs, config.engine_socket),
         extra={"fields": {"settings": msgspec.to_builtins(config)}},
     )
 

@@ -43,11 +43,12 @@ COLUMNS: Final[dict[str, Callable[[Figures], str]]] = {
     "pending": lambda f: f"{f.pending} ({f.oldest_s:.1f} s)" if f.pending else "0",
     "errors": lambda f: str(f.errors),
 }
-
-
 WIDE: Final = 130
-WIDE_ONLY: Final = {"up", "removed/s", "loaded/s", "copied/s", "readers"}
-"""Left out where there is less room."""
+NARROW: Final[dict[str, Callable[[Figures], str]]] = {
+    **{heading: COLUMNS[heading] for heading in ("engines", "tier", "stored/s", "hit rate", "pending", "errors")},
+    "tier": lambda f: "-" if f.used is None else f"{f.used:.1%}",
+}
+"""Where there is less room: 80 columns are enough."""
 
 
 class Row(NamedTuple):
@@ -168,14 +169,14 @@ def screen(rows: list[Row], *, narrow: bool = False) -> Group:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("sidecar", no_wrap=True)
-    shown = {heading: read for heading, read in COLUMNS.items() if not (narrow and heading in WIDE_ONLY)}
+    table.add_column("sidecar", overflow="fold")
+    shown = NARROW if narrow else COLUMNS
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         if row.figures is not None:
             cells = [Text(read(row.figures)) for read in shown.values()]
-            table.add_row(Text(name_of(row)), *cells)
+            table.add_row(Text(name_of(row, engines=not narrow)), *cells)
     faults = [Text(escape(row.fault), style="red") for row in rows if row.figures is None]
     there = sum(row.figures is not None for row in rows)
     title = Text(f"{time.strftime('%H:%M:%S')}  {plural(there, 'sidecar')}", style="dim")
@@ -188,9 +189,11 @@ def place_of(row: Row) -> str:
     return row.url.removeprefix("http://")
 
 
-def name_of(row: Row) -> str:
+def name_of(row: Row, *, engines: bool) -> str:
     """Where it is, and the names of its engines; what it is if that is no sidecar; `draining` where it is."""
-    engines = "" if row.state is None else ",".join(escape(engine.engine_id) for engine in row.state.engines)
-    draining = " (draining)" if row.state is not None and row.state.draining else ""
-    service = "" if row.state is None or row.state.service == "serve" else f"({escape(row.state.service)}) "
-    return f"{escape(place_of(row))} {service}{engines}".rstrip() + draining
+    if row.state is None:
+        return escape(place_of(row))
+    service = "" if row.state.service == "serve" else f"({escape(row.state.service)})"
+    names = ", ".join(escape(engine.engine_id) for engine in row.state.engines) if engines else ""
+    said = (escape(place_of(row)), service, names, "(draining)" if row.state.draining else "")
+    return " ".join(filter(None, said))

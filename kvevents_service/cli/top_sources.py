@@ -10,6 +10,7 @@ from kvevents_service.cli.sidecar_state import Followed, State
 from kvevents_service.sizes import size_text
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
     from rich.table import Table
 
 COLORS: Final = {"connected": "green", "joining": "yellow", "connecting": "yellow", "stale": "red"}
@@ -96,10 +97,11 @@ def source_table(placed: list[tuple[str, SourceFigures]], *, narrow: bool) -> Ta
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("source", no_wrap=True)
+    table.add_column("source", overflow="fold")
     shown = {heading: read for heading, read in COLUMNS.items() if not (narrow and heading in WIDE_ONLY)}
     for heading in shown:
-        table.add_column(heading, justify="left" if heading == "state" else "right", no_wrap=True)
+        justify: JustifyMethod = "left" if heading == "state" else "right"
+        table.add_column(heading, justify=justify, no_wrap=heading != "resident")
     several = len({place for place, _ in placed}) > 1
     for place, found in placed:
         source = escape(found.name.removeprefix("tcp://"))

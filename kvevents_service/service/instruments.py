@@ -10,7 +10,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from importlib.metadata import version
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -27,12 +26,12 @@ from kvevents_service.service.outputs import Output
 from kvevents_service.service.relay import Relay
 from kvevents_service.service.relayed import SourceView
 from kvevents_service.service.tally import LATEST, Kind, Tally
+from kvevents_service.version import VERSION
 from kvevents_service.wire.dialects import DIALECTS
 
 if TYPE_CHECKING:
     from kvevents_service.service.offload_view import OffloadView
 
-VERSION: Final = version("kvevents-service")
 NO_OFFLOAD: Final[dict[str, object]] = {
     **{"engine_socket": "", "tiers": [], "engines": [], "copies": [], "oldest_copy_s": 0.0, "errors": {}}
 }

@@ -14,10 +14,11 @@ from prometheus_client.registry import Collector
 
 from kvevents_service.service.event_families import EVENTS
 from kvevents_service.service.family import Family, Reading, one
-from kvevents_service.service.instruments import VERSION, Instruments
+from kvevents_service.service.instruments import Instruments
 from kvevents_service.service.logs import limit
 from kvevents_service.service.offload_families import OFFLOAD
 from kvevents_service.service.source_families import SOURCES
+from kvevents_service.version import VERSION
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -54,7 +54,8 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Kept(NamedTuple):
-    """What an index had when it was opened. sums: of each rank, by slot; found: 1 for each slot of a run."""
+    """What an index had when it was opened, as far as its file goes. sums: of each rank, by slot; found: 1 for each
+    slot of a run."""
 
     header: Header
     runs: list[StoreRun]
@@ -98,9 +99,10 @@ class DiskIndex:
             self._count("disk_layouts_void", kept is not None)
             self._begin(layout)
             return []
-        self._header, self._stamp, self._written = kept.header, kept.stamp, kept.found
+        self._header, self._stamp = kept.header, kept.stamp
+        self._written[: len(kept.found)] = kept.found
         for arena, sums in zip(arenas, kept.sums, strict=True):
-            arena.sums[:] = sums
+            arena.sums[: len(sums)] = sums
         self._count("disk_blocks_recovered", sum(kept.found))
         return kept.runs
 
@@ -223,9 +225,9 @@ def read_index(fd: int, medium: str) -> Kept | None:
     header = _read_header(fd)
     if header is None:
         return None
-    entries = list(_scan(fd, header))
+    slots, ranks = _slots(fd, header), len(header.layout.sizes)
+    entries = list(_scan(fd, header, slots))
     runs = recover(header.layout, medium, entries)
-    slots, ranks = header.layout.cut[0], len(header.layout.sizes)
     found, sums = bytearray(slots), [array("Q", [0]) * slots for _ in range(ranks)]
     for slot in (slot for run in runs for slot in run.slots):
         found[slot] = True
@@ -246,14 +248,21 @@ def _read_header(fd: int) -> Header | None:
         return None
     try:
         header = msgspec.msgpack.decode(body, type=Header)
-    except msgspec.MsgspecError:
+        fits = 0 < header.entry_bytes == entry_bytes(header.layout)
+    except (msgspec.MsgspecError, ArithmeticError, ValueError):  # a layout that no engine can have
         return None
-    return header if header.entry_bytes == entry_bytes(header.layout) else None
+    return header if fits and header.layout.cut else None
 
 
-def _scan(fd: int, header: Header) -> Iterator[tuple[int, Entry]]:
-    """Slots and their entries, as far as the file goes."""
-    size, slots = header.entry_bytes, header.layout.cut[0]
+def _slots(fd: int, header: Header) -> int:
+    """Those of the header, as far as the file goes."""
+    there = (os.fstat(fd).st_size - HEADER_BYTES) // header.entry_bytes
+    return max(0, min(there, header.layout.cut[0]))
+
+
+def _scan(fd: int, header: Header, slots: int) -> Iterator[tuple[int, Entry]]:
+    """Slots and their entries."""
+    size = header.entry_bytes
     many = max(1, SCAN_BYTES // size)
     chunk = memoryview(bytearray(many * size))
     for first in range(0, slots, many):

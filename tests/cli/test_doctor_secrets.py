@@ -1,6 +1,7 @@
 """The doctor tries keys, salts and passwords as `serve` would."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import zmq
 from kvevents_service.cli.doctor_secrets import check_secrets
 from kvevents_service.cli.findings import OK, PROBLEM, WARNING
 from kvevents_service.config import ServeConfig
+from kvevents_service.errors import install
 from kvevents_service.nats_config import NatsConfig
 
 PUBLIC, SECRET = zmq.curve_keypair()
@@ -55,3 +57,11 @@ def test_a_broker(tmp_path: Path) -> None:
     password = NatsConfig(servers=broker.servers, subject="kv.1", password_file=str(tmp_path / "nowhere"))
     _, bad = check_secrets(ServeConfig(nats=(broker, password)))
     assert (good.level, bad.level, "password_file" in bad.what) == (OK, PROBLEM, True)
+
+
+def test_a_broker_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nats", None)
+    broker = NatsConfig(servers=("nats://127.0.0.1:4222",), subject="kv.0")
+    (found,) = check_secrets(ServeConfig(nats=(broker,)))
+    assert (found.check, found.level, found.remedy) == ("nats", PROBLEM, install("nats"))
+    assert "nats-py is not installed" in found.what

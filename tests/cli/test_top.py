@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from kvevents_service.cli.sidecar_state import Connected, Copies, Followed, Output, State, Tier, state_of
-from kvevents_service.cli.top import Row, screen, span
-from kvevents_service.cli.top_figures import figures
+from kvevents_service.cli.top import COLUMNS, NARROW, Row, screen, span
+from kvevents_service.cli.top_figures import Figures, figures
+from kvevents_service.cli.top_sources import source_figures
 from kvevents_service.errors import ConfigError, SidecarGone
 
 KVEVENTS = str(Path(sys.executable).with_name("kvevents"))
@@ -99,8 +100,21 @@ def test_of_several_relays_each_source_says_whose_it_is() -> None:
     assert "b:9470 < 10.0.0.8:5557" in text
 
 
-def test_a_narrow_screen_is_not_cut() -> None:
-    assert "…" not in shown([Row("http://127.0.0.1:9470", state(), figures(None, state()))], 100)
+FULL = Figures(
+    *(9e6, 64, 1.0, (1 << 40) - 1, 1234567.0, 1234567.0, 1234567.0, 1e10, 1.0, 64, 12, 12.3, 12345),
+    sources=source_figures(None, relay()),
+)
+
+
+@pytest.mark.parametrize(("width", "columns"), [(80, NARROW), (100, NARROW), (130, COLUMNS)])
+@pytest.mark.parametrize("host", ["127.0.0.1", "kv-sidecar-with-a-long-name-7.inference.svc.cluster.local"])
+def test_a_screen_is_as_wide_as_its_terminal(width: int, columns: dict[str, object], host: str) -> None:
+    text = shown([Row(f"http://{host}:65535", relay(), FULL), Row("http://b:1", state(), FULL)], width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[1].split() == " ".join(["sidecar", *columns]).split()
+    assert "…" not in text
+    assert all(word in text for word in ("1,234,567", "12 (12.3 s)", "GPU 1,234"))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(-1, "0 s"), (17, "17 s"), (300, "5 min"), (11_520, "3.2 h")])

@@ -12,7 +12,18 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from doubles.reading import Message, Refused, array, chunks, is_int, optional, read, refuse_unless, tokens_of
+from doubles.reading import (
+    Message,
+    Refused,
+    array,
+    as_map,
+    chunks,
+    is_int,
+    optional,
+    read,
+    refuse_unless,
+    tokens_of,
+)
 
 TIERS = {
     **dict.fromkeys(("GPU", "DEVICE", ""), "device"),
@@ -142,11 +153,7 @@ class Index:
 
 def checked(raw: Any) -> dict[str, Any]:
     """The event as a map, or Refused: one that cannot be read takes its batch with it. Unknown keys are ignored."""
-    event = raw
-    if isinstance(raw, list):
-        refuse_unless(raw and raw[0] in KEYS, "unknown event")
-        event = {"type": raw[0], **dict(zip(KEYS[raw[0]], raw[1:], strict=False))}
-    refuse_unless(isinstance(event, dict) and event.get("type") in KEYS, "unknown event")
+    event = as_map(raw, KEYS)
     if event["type"] != "AllBlocksCleared":
         parent = event.get("parent_block_hash")
         hashes = [*array(event.get("block_hashes"), "block_hashes"), 0 if parent is None else parent]
@@ -154,7 +161,7 @@ def checked(raw: Any) -> dict[str, Any]:
         optional(event.get("medium"), str, "medium")
     if event["type"] == "BlockStored":
         check_stored(event)
-    return dict(event)
+    return event
 
 
 def check_stored(event: dict[str, Any]) -> None:

@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doubles.reading import array, is_int, leading, optional, read, refuse_unless, tokens_of
+from doubles.reading import REQUIRED, array, is_int, leading, optional, read, refuse_unless, tokens_of
 
-REQUIRED = {
-    "BlockStored": {
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-    },
-    "BlockRemoved": {"block_hashes", "medium"},
-    "AllBlocksCleared": set(),
-}
 MAIN_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention")
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+
+REQUIRED = {
+    "BlockStored": {
+        *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
+    },
+    "BlockRemoved": {"block_hashes", "medium"},
+    "AllBlocksCleared": set(),
+}
+"""The keys that readers of maps insist on."""
 
 
 class Refused(Exception):
@@ -45,6 +54,16 @@ def array(value: object, what: str, sizes: Iterable[int] | None = None) -> list[
     assert isinstance(value, list)
     refuse_unless(sizes is None or len(value) in sizes, f"{what} has {len(value)} elements")
     return value
+
+
+def as_map(raw: Any, keys: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """An event of one of these types. An array has its values in the order of `keys`; what is behind is ignored."""
+    event = raw
+    if isinstance(raw, list):
+        refuse_unless(raw and raw[0] in keys, "unknown event")
+        event = {"type": raw[0], **dict(zip(keys[raw[0]], raw[1:], strict=False))}
+    refuse_unless(isinstance(event, dict) and event.get("type") in keys, "unknown event")
+    return dict(event)
 
 
 def tokens_of(value: object) -> tuple[int, ...]:

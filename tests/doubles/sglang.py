@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doubles.reading import array, chunks, is_int, optional, read, refuse_unless, tokens_of
+from doubles.reading import array, as_map, chunks, is_int, optional, read, refuse_unless, tokens_of
 from doubles.tree import Tree
 
 KEYS = {
@@ -54,11 +54,7 @@ class Index:
 
 def checked(raw: Any) -> dict[str, Any]:
     """The event as a map. Unknown keys and positions are ignored."""
-    event = raw
-    if isinstance(raw, list):
-        refuse_unless(raw and raw[0] in KEYS, "unknown event")
-        event = {"type": raw[0], **dict(zip(KEYS[raw[0]], raw[1:], strict=False))}
-    refuse_unless(isinstance(event, dict) and event.get("type") in KEYS, "unknown event")
+    event = as_map(raw, KEYS)
     if event["type"] != "AllBlocksCleared":
         names = [*array(event.get("block_hashes"), "block_hashes"), event.get("parent_block_hash") or 0]
         refuse_unless(all(is_int(name, limit=1 << 63) for name in names), "a hash is not a signed 64-bit int")
@@ -66,4 +62,4 @@ def checked(raw: Any) -> dict[str, Any]:
     if event["type"] == "BlockStored":
         tokens_of(event.get("token_ids"))
         refuse_unless(is_int(event.get("block_size"), 1), "block_size is no positive int")
-    return dict(event)
+    return event

@@ -5,23 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doubles.reading import array, chunks, is_int, optional, read, refuse_unless, tokens_of
+from doubles.reading import REQUIRED, array, chunks, is_int, optional, read, refuse_unless, tokens_of
 from doubles.tree import Tree
 
 TIERS = {"GPU": "GPU", "CPU": "CPU", "STORAGE": "STORAGE", "DISK": "STORAGE"}
-REQUIRED = {
-    "BlockStored": {
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-    },
-    "BlockRemoved": {"block_hashes", "medium"},
-    "AllBlocksCleared": set(),
-}
 OPTIONAL = {
     "BlockStored": {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality",
                     "ownership", "session_id"},

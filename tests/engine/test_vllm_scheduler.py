@@ -38,6 +38,22 @@ def serve(vllm: ToyVllm, request_id: str, prompt: list[int], more: int = 1) -> i
     return vllm.cached[request_id]
 
 
+def evicted() -> ToyVllm:
+    """PROMPT was served and stored; the engine itself has forgotten it."""
+    vllm = ToyVllm()
+    serve(vllm, "r", PROMPT)
+    evict(vllm)
+    return vllm
+
+
+def loading() -> ToyVllm:
+    """And it has come again: its load is under way."""
+    vllm = evicted()
+    vllm.add("again", PROMPT)
+    vllm.step()
+    return vllm
+
+
 # offers
 
 
@@ -270,17 +286,13 @@ def test_a_sidecar_that_was_never_there_changes_nothing() -> None:
 
 
 def test_a_hit_is_loaded_into_blocks_and_verified() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     assert serve(vllm, "again", PROMPT) == 16
     vllm.drain()
 
 
 def test_a_hit_goes_on_where_the_engines_own_prefix_ends() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     vllm.client.away = True
     serve(vllm, "short", PROMPT[:9])
     vllm.client.away = False
@@ -289,11 +301,7 @@ def test_a_hit_goes_on_where_the_engines_own_prefix_ends() -> None:
 
 
 def test_a_failed_load_is_computed_and_not_asked_for_again() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
-    vllm.add("again", PROMPT)
-    vllm.step()
+    vllm = loading()
     vllm.client.end_copy(good=False)
     vllm.drain()
     assert vllm.half.loads.counters["loads"] == 1
@@ -301,22 +309,14 @@ def test_a_failed_load_is_computed_and_not_asked_for_again() -> None:
 
 
 def test_the_death_of_the_sidecar_ends_a_load() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
-    vllm.add("again", PROMPT)
-    vllm.step()
+    vllm = loading()
     vllm.client.connect()
     vllm.drain()
     assert vllm.half.loads.counters["loads_failed"] == 1
 
 
 def test_a_load_that_takes_too_long_is_computed_in_other_blocks() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
-    vllm.add("again", PROMPT)
-    vllm.step()
+    vllm = loading()
     vllm.clock.advance(11.0)
     for _ in range(6):
         vllm.step()
@@ -327,11 +327,7 @@ def test_a_load_that_takes_too_long_is_computed_in_other_blocks() -> None:
 
 
 def test_a_request_that_is_aborted_while_it_is_loaded_leaves_nothing() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
-    vllm.add("again", PROMPT)
-    vllm.step()
+    vllm = loading()
     vllm.abort("again")
     vllm.client.end_copy(good=False)
     vllm.drain()
@@ -340,9 +336,7 @@ def test_a_request_that_is_aborted_while_it_is_loaded_leaves_nothing() -> None:
 
 
 def test_a_request_may_ask_not_to_be_served_from_a_cache() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     request = vllm.add("again", PROMPT)
     request.skip_reading_prefix_cache = True  # and so it is not asked for, or released
     vllm.step()
@@ -378,9 +372,7 @@ def asked(vllm: ToyVllm) -> int:
 
 
 def test_a_prompt_is_looked_up_when_it_arrives_and_not_again() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     asked(vllm)
     request = vllm.add("again", PROMPT)
     assert asked(vllm) == 1
@@ -429,9 +421,7 @@ def test_windows_are_looked_up_from_where_the_engines_prefix_ends() -> None:
 
 
 def test_an_early_answer_is_void_after_a_reset() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     request = vllm.add("again", PROMPT)
     vllm.half.reset()
     assert vllm.half.find(request, 0) == 0
@@ -439,9 +429,7 @@ def test_an_early_answer_is_void_after_a_reset() -> None:
 
 
 def test_an_early_answer_that_has_become_old_is_asked_for_anew() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     request = vllm.add("again", PROMPT)
     asked(vllm)
     vllm.clock.advance(6.0)
@@ -490,17 +478,13 @@ def test_a_miss_is_not_asked_for_in_every_step() -> None:
 
 
 def test_a_reset_forgets_the_tier() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     assert vllm.half.reset()
     assert serve(vllm, "again", PROMPT) == 0
 
 
 def test_a_reset_while_the_sidecar_is_away_is_made_up_for() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
+    vllm = evicted()
     vllm.client.away = True
     assert vllm.half.reset()
     vllm.client.away = False
@@ -509,11 +493,7 @@ def test_a_reset_while_the_sidecar_is_away_is_made_up_for() -> None:
 
 
 def test_a_load_under_way_at_a_reset_is_of_no_use() -> None:
-    vllm = ToyVllm()
-    serve(vllm, "r", PROMPT)
-    evict(vllm)
-    vllm.add("again", PROMPT)
-    vllm.step()
+    vllm = loading()
     vllm.client.away = True  # it hangs: the load goes on, and the reset is not heard
     vllm.half.reset()
     vllm.client.away = False

@@ -25,8 +25,4 @@ export PYTHONPATH=$PYTHONPATH:$site
 if [ -n "${WHEELS:-}" ]; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl
 fi
-if ! "$PYTHON" -c 'import importlib.metadata as m; m.version("kvevents-service")' 2>/dev/null; then
-    mkdir "$site/kvevents_service-0.dist-info"
-    printf 'Metadata-Version: 2.1\nName: kvevents-service\nVersion: 0\n' >"$site/kvevents_service-0.dist-info/METADATA"
-fi
 timeout --kill-after=10 470 "$PYTHON" tests/gpu/checks.py "$@"

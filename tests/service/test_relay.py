@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import NamedTuple
 
 import pytest
 import zmq
 from core.engine_model import EngineModel, key, stored
-from peers import Peer, peer
+from peers import Peer, following, peer
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.errors import ConfigError
@@ -65,18 +65,9 @@ async def relayed(source: SourceConfig, **more: object) -> AsyncIterator[Running
             task.cancel()
 
 
-@asynccontextmanager
-async def reader(service: RelayService, rank: int = 0) -> AsyncIterator[Subscriber]:
+def reader(service: RelayService, rank: int = 0) -> AbstractAsyncContextManager[Subscriber]:
     bound = service.ranks[rank].events.bound[0]
-    async with Subscriber(Source(bound.pub, bound.replay), track=True) as subscriber, asyncio.TaskGroup() as group:
-        task = group.create_task(follow(subscriber))
-        yield subscriber
-        task.cancel()
-
-
-async def follow(subscriber: Subscriber) -> None:
-    async for _ in subscriber:
-        pass
+    return following(Source(bound.pub, bound.replay))
 
 
 def source_of(peer: Peer, **more: object) -> SourceConfig:

@@ -1,12 +1,11 @@
 """One journal with an engine's own GPU tier, relayed, and ours: each is told once, and each can go by itself."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from core.engine_model import key, stored
-from peers import Peer, peer
+from peers import Peer, following, peer
 from test_engine_plane import chain
 
 from kvevents_service.core.residency import Residency, key64
@@ -20,18 +19,9 @@ DEADLINE_S = 30.0
 A, AB = (0,), (0, 1)
 
 
-@asynccontextmanager
-async def reader(service: Service) -> AsyncIterator[Subscriber]:
+def reader(service: Service) -> AbstractAsyncContextManager[Subscriber]:
     out = service.ready.outputs[0]
-    async with Subscriber(Source(out.pub, out.replay), track=True) as subscriber, asyncio.TaskGroup() as group:
-        task = group.create_task(follow(subscriber))
-        yield subscriber
-        task.cancel()
-
-
-async def follow(subscriber: Subscriber) -> None:
-    async for _ in subscriber:
-        pass
+    return following(Source(out.pub, out.replay))
 
 
 async def knows(subscriber: Subscriber, gpu: set[int], cpu: set[int]) -> None:

@@ -13,13 +13,14 @@ import msgspec
 import pytest
 from disk_engine import SECTORS, Engine, instead, ints, lost_of
 from kept_blocks import FULL, LAYOUT, WINDOW, chain, facts, hash_of, inner, parents_come_first
+from xxhash import xxh3_64_intdigest
 
 from kvevents_service.core.metadata import StoreRun
 from kvevents_service.errors import ConfigError
 from kvevents_service.transfer import disk_index
 from kvevents_service.transfer.arena import BlocksLost
 from kvevents_service.transfer.disk import BLOCKS_NAME, INDEX_NAME, DiskStorage
-from kvevents_service.transfer.disk_index import HEADER_BYTES, read_index
+from kvevents_service.transfer.disk_index import HEADER_BYTES, MAGIC, Header, read_index
 from kvevents_service.transfer.disk_layout import KeptLayout
 from kvevents_service.transfer.disk_record import entry_bytes
 
@@ -257,7 +258,29 @@ def test_an_entry_that_is_torn_costs_its_block_and_what_is_behind_it(kept: Path)
 def test_an_index_that_has_lost_its_end_is_read_as_far_as_it_goes(kept: Path) -> None:
     os.truncate(kept / INDEX_NAME, HEADER_BYTES + 12 * entry_bytes(LAYOUT))
     tier = Tier(kept)
-    assert facts(tier.found) in ({}, facts([TRUNK]))
+    assert facts(tier.found) == facts([TRUNK])
+    tier.store(run(chain("c", 1), 30))
+    tier.end()
+    again = Tier(kept)
+    assert facts(again.found) == facts([TRUNK, run(chain("c", 1), 30)])
+    again.end()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cut": (1 << 40, SECTORS)}, {"cut": (-1, SECTORS)}, {"cut": ()}, {"hash_tokens": 0}, {"groups": ()}],
+    ids=["too many slots", "fewer than none", "no cut", "no hash unit", "no groups"],
+)
+def test_a_header_is_believed_no_more_than_its_file_holds(kept: Path, change: dict[str, object]) -> None:
+    layout = msgspec.structs.replace(LAYOUT, **{"cut": (SLOTS, SECTORS), **change})
+    body = msgspec.msgpack.encode(Header(7, entry_bytes(LAYOUT), layout))
+    head = struct.pack("<8sQI", MAGIC, xxh3_64_intdigest(body), len(body))
+    with (kept / INDEX_NAME).open("r+b") as file:
+        file.write(head + body)
+    tier = Tier(kept)
+    assert tier.found == []
+    tier.store(*ALL)
+    assert tier.lost_of(*USED) == []
     tier.end()
 
 
