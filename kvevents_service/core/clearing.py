@@ -43,9 +43,8 @@ class Clearing:
         left = self._tiers[0].limits.slice_blocks
         for tier in self._tiers:
             while left > 0 and not tier.pool.empty:
-                before = len(tier.pool)
-                gone = tier.pool.forget_leaves(left)
-                left -= before - len(tier.pool)
+                blocks, gone = tier.pool.forget_leaves(left)
+                left -= blocks
                 self._removed += sum(len(names.hashes) for names in gone)
                 commands += [tier.removal(gone)] if gone else []
         return commands if any(not tier.pool.empty for tier in self._tiers) else [*commands, *self._answers()]

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from array import array
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from struct import calcsize
+from typing import Final
 
 from kvevents_service.wire.columns import numpy
+
+MAPPED_BYTES: Final = 64 * 1024
+"""Less is not worth a mapping of its own."""
 
 
 def column(code: str, rows: int) -> memoryview[int]:
     """`rows` zeros of this format. The system gives the memory, page by page, when it is first written to."""
-    return memoryview(bytearray(calcsize(code) * rows)).cast(code)  # type: ignore[call-overload,no-any-return]
+    size_bytes = calcsize(code) * rows
+    zeros = (
+        mmap(-1, size_bytes, MAP_PRIVATE | MAP_ANONYMOUS) if size_bytes >= MAPPED_BYTES else bytearray(size_bytes)
+    )
+    return memoryview(zeros).cast(code)  # type: ignore[call-overload,no-any-return]
 
 
 def frozen(values: memoryview[int], rows: int) -> memoryview[int]:

@@ -23,7 +23,7 @@ class EvictionQueue:
     def __init__(self, capacity: int) -> None:
         self._clock = 0
         self._stamps = column("Q", capacity)
-        self._queued = bytearray(capacity)
+        self._queued = column("B", capacity)
         self._heap: list[int] = []
 
     def __len__(self) -> int:

@@ -20,8 +20,8 @@ class FreeSlots:
         """All before it were taken or reserved."""
         self._fresh = capacity
         """How many never were."""
-        self._spared, self._reserved = bytearray(capacity), bytearray(capacity)
-        """1 for each slot that was ever reserved, or is."""
+        self._spared, self._reserved = bytearray(), bytearray()
+        """1 for each slot that was ever reserved, or is. Empty while none was."""
 
     def __repr__(self) -> str:
         return f"<FreeSlots {len(self)} of {self._capacity}>"
@@ -31,7 +31,7 @@ class FreeSlots:
 
     def __iter__(self) -> Iterator[int]:
         yield from reversed(self._back)
-        yield from (slot for slot in range(self._next, self._capacity) if not self._spared[slot])
+        yield from (slot for slot in range(self._next, self._capacity) if not (self._spared and self._spared[slot]))
 
     def take(self, count: int) -> list[int]:
         """So many, or all there are."""
@@ -49,6 +49,9 @@ class FreeSlots:
 
     def _next_span(self, most: int) -> range:
         """Fresh slots in a row."""
+        if not self._spared:
+            first, self._next = self._next, self._next + most
+            return range(first, self._next)
         first = self._spared.find(0, self._next)
         stop = min(first + most, self._capacity)
         spared = self._spared.find(_RESERVED, first, stop)
@@ -63,13 +66,15 @@ class FreeSlots:
 
     def reserve(self, slots: Iterable[int]) -> None:
         """Those of these that were never taken are given to nobody until they are claimed."""
+        for column in (self._spared, self._reserved):
+            column.extend(bytes(self._capacity - len(column)))
         for slot in slots:
             if self._next <= slot < self._capacity and not self._spared[slot]:
                 self._spared[slot] = self._reserved[slot] = _RESERVED
                 self._fresh -= 1
 
     def is_reserved(self, slot: int) -> bool:
-        return 0 <= slot < self._capacity and bool(self._reserved[slot])
+        return 0 <= slot < len(self._reserved) and bool(self._reserved[slot])
 
     def claim(self, slots: Iterable[int]) -> list[int]:
         """Those of these slots that were reserved: the caller's now."""

@@ -161,13 +161,14 @@ class BlockPool(LeavingTable):
                 groups.setdefault(self._group[slot], []).append(slot)
         return [gone for group, own in groups.items() for gone in self._forget(group, self._behind(own)[::-1])]
 
-    def forget_leaves(self, most: int) -> list[Forgotten]:
-        """Forget so many blocks of one group, none that another indexed one is behind of. Nothing is left once the
-        pool is `empty`."""
+    def forget_leaves(self, most: int) -> tuple[int, list[Forgotten]]:
+        """Forget so many blocks of one group, none that another indexed one is behind of. Returns how many it were,
+        pending ones too; 0 once the pool is `empty`."""
         for group, (named, inner) in enumerate(zip(self.index, self.inner, strict=True)):
             if named or inner:
-                return self._forget(group, self.leaves_first(group, most))
-        return []
+                slots = self.leaves_first(group, most)
+                return len(slots), self._forget(group, slots)
+        return 0, []
 
     def _behind(self, slots: Iterable[int]) -> list[int]:
         """These blocks and every indexed one behind them, parents before children."""
@@ -226,7 +227,7 @@ class BlockPool(LeavingTable):
         """What can be loaded now, frozen: copies of columns, no loop over blocks."""
         first = [(len(names), self._meta[next(names.slots())]) for names in (*self.index, *self.inner) if names]
         counts = [(blocks, meta.group.block_size) for blocks, meta in first if meta is not None]
-        state = bytes(memoryview(self._state)[: self.used])
+        state = bytes(self._state[: self.used])
         positions, parents = frozen(self._position, self.used), frozen(self._parent, self.used)
         return PoolCut(counts, self._more_names.copy(), state, self._meta[:], positions, parents)
 

@@ -28,8 +28,7 @@ class SlotTable:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._state = bytearray(capacity)
-        self._group = bytearray(capacity)
+        self._state, self._group = column("B", capacity), column("B", capacity)
         self._parent, self._children = column("i", capacity), column("i", capacity)
         self._child, self._sibling, self._elder = (column("i", capacity) for _ in range(3))
         self._pins, self._position = column("i", capacity), column("i", capacity)
@@ -196,7 +195,8 @@ class SlotTable:
 
     def count(self, state: int) -> int:
         """How many slots are in a state."""
-        return self.capacity - len(self._state.translate(None, bytes((state,))))  # bytearray.count is slow on many
+        others = len(bytes(self._state[: self.used]).translate(None, bytes((state,))))  # `count` is slow on many
+        return (self.capacity if state == FREE else self.used) - others
 
     @property
     def pins(self) -> memoryview:

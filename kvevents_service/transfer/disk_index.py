@@ -42,7 +42,7 @@ COUNTERS = ("disk_blocks_recovered", "disk_blocks_not_kept", "disk_layouts_void"
 class Sums(Protocol):
     """An arena: each slot's checksum."""
 
-    sums: array[int]
+    sums: memoryview[int]
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):

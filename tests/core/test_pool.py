@@ -322,12 +322,12 @@ def test_leaves_are_forgotten_first_and_tails_are_leaves() -> None:
     tail = inside(b"t", ABCD.hashes[3])
     pool.commit([*slots, *pool.allocate(tail, [b"t"], slots[3]).slots])
     pool.commit(pool.allocate(inside(b"u", None), [b"u"], None).slots)
-    assert pool.forget_leaves(1) == [(0, [b"t"], True)]
-    assert pool.forget_leaves(1) == [(0, [ABCD.hashes[3]], False)]
-    assert pool.forget_leaves(9) == [(0, [b"u"], True), (0, list(ABCD.hashes[2::-1]), False)]
+    assert pool.forget_leaves(1) == (1, [(0, [b"t"], True)])
+    assert pool.forget_leaves(1) == (1, [(0, [ABCD.hashes[3]], False)])
+    assert pool.forget_leaves(9) == (4, [(0, [b"u"], True), (0, list(ABCD.hashes[2::-1]), False)])
     assert pool.empty
     assert pool.free_slots == 8
-    assert pool.forget_leaves(9) == []
+    assert pool.forget_leaves(9) == (0, [])
     pool.check()
 
 
@@ -351,9 +351,9 @@ def test_a_forest_is_forgotten_in_slices_each_block_behind_those_behind_it(
             pool.commit(slots)
     while not pool.empty:
         before, left = len(pool), {name for name in parents if pool.slot_of(0, name) is not None}
-        pool.forget_leaves(most)
+        forgotten, _ = pool.forget_leaves(most)
         now = {name for name in left if pool.slot_of(0, name) is not None}
-        assert before - len(pool) == min(most, before)
+        assert forgotten == before - len(pool) == min(most, before)
         assert all(parents[name] in now for name in now if parents[name] is not None)
         pool.check()
 
