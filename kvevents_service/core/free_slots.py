@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from kvevents_service.core.column import count_set
+
 _RESERVED = 1
 
 
@@ -64,6 +66,11 @@ class FreeSlots:
 
     # slots that are in use before anything is taken
 
+    def reserve_at_once(self, flags: bytes) -> None:
+        """Those whose flag is 1 are given to nobody until they are claimed. Before all else."""
+        self._spared, self._reserved = bytearray(flags), bytearray(flags)
+        self._fresh -= count_set(flags)
+
     def reserve(self, slots: Iterable[int]) -> None:
         """Those of these that were never taken are given to nobody until they are claimed."""
         for column in (self._spared, self._reserved):
@@ -86,4 +93,4 @@ class FreeSlots:
     @property
     def reserved(self) -> int:
         """How many still are."""
-        return sum(self._reserved)
+        return count_set(self._reserved)

@@ -93,9 +93,15 @@ class BlockPool(LeavingTable):
 
     # blocks that were in the tier before this process was
 
-    def reserve(self, runs: Iterable[StoreRun]) -> None:
-        """Give the slots of these runs to nobody until each is adopted or let go. Once, before anything else."""
-        self._free.reserve(chain.from_iterable(run.slots for run in runs))
+    def reserve(self, runs: Iterable[StoreRun], flags: bytes | None = None) -> None:
+        """Give the slots of these runs to nobody until each is adopted or let go. Once, before anything else.
+
+        flags: 1 for each of these slots, by slot, where that is known.
+        """
+        if flags is not None:
+            self._free.reserve_at_once(flags)
+        else:
+            self._free.reserve(chain.from_iterable(run.slots for run in runs))
 
     def adopt(self, run: StoreRun) -> list[BlockStoreMeta]:
         """Take in a reserved run, whose bytes are in its slots already; its parents first.

@@ -29,6 +29,14 @@ def test_reserved_ones_are_left_out_until_they_are_given() -> None:
     assert (free.take(9), repr(free)) == ([2, 4], "<FreeSlots 0 of 6>")
 
 
+def test_flags_say_the_same_at_once() -> None:
+    free, other = FreeSlots(4), FreeSlots(4)
+    free.reserve_at_once(bytes((0, 1, 0, 1)))
+    other.reserve([1, 3])
+    assert (len(free), free.reserved, list(free), free.claim([1])) == (2, 2, [0, 2], [1])
+    assert (free.take(9), list(other)) == ([0, 2], [0, 2])
+
+
 @given(SLOTS, st.lists(st.tuples(st.sampled_from(["take", "give", "claim"]), st.integers(0, 5)), max_size=30))
 def test_no_slot_has_two_owners(reserved: list[int], history: list[tuple[str, int]]) -> None:
     free, taken = FreeSlots(CAPACITY), list[int]()

@@ -38,7 +38,8 @@ def test_it_is_a_dict_of_many(history: list[tuple[bool, list[bytes]]], asked: li
 
 def test_names_are_spread_over_the_tables() -> None:
     shards = held(*(bytes((number % 7, number)) for number in range(SHARDS)))
-    assert {len(shard) for shard in shards.shards} == {1}
+    assert [len(table) for table in shards._tables] == [1] * SHARDS
+    assert {id(shard) for shard in shards.shards} == {id(table) for table in shards._tables}
 
 
 def test_one_name_leaves_alone() -> None:
