@@ -2,7 +2,7 @@
 
     begin -> Publish(BlockRemoved), go_on -> Publish(BlockRemoved), ... -> Reply(ResetDone)
 
-What was indexed last goes first, so what is left is prefix-closed, and all of it is announced, at every moment (I4,
+Leaves go first, so what is left is prefix-closed, and all of it is announced, at every moment (I4,
 I6). Meanwhile nothing is found, stored, loaded or demoted: to engines the tiers are empty from the start.
 """
 
@@ -43,9 +43,8 @@ class Clearing:
         left = self._tiers[0].limits.slice_blocks
         for tier in self._tiers:
             while left > 0 and not tier.pool.empty:
-                before = len(tier.pool)
-                gone = tier.pool.forget_last(left)
-                left -= before - len(tier.pool)
+                blocks, gone = tier.pool.forget_leaves(left)
+                left -= blocks
                 self._removed += sum(len(names.hashes) for names in gone)
                 commands += [tier.removal(gone)] if gone else []
         return commands if any(not tier.pool.empty for tier in self._tiers) else [*commands, *self._answers()]

@@ -6,7 +6,6 @@ source goes on.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -41,8 +40,8 @@ class PoolCut(NamedTuple):
     more: dict[int, list[BlockStoreMeta]]
     state: bytes
     metas: list[BlockStoreMeta | None]
-    positions: array[int]
-    parents: array[int]
+    positions: memoryview[int]
+    parents: memoryview[int]
 
     def sizes(self) -> list[tuple[int, int]]:
         return self.counts

@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from heapq import heappop, heappush
 
+from kvevents_service.core.column import column
+
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
@@ -20,15 +22,15 @@ class EvictionQueue:
 
     def __init__(self, capacity: int) -> None:
         self._clock = 0
-        self._stamps = array("Q", bytes(8 * capacity))
-        self._queued = bytearray(capacity)
+        self._stamps = column("Q", capacity)
+        self._queued = column("B", capacity)
         self._heap: list[int] = []
 
     def __len__(self) -> int:
         return len(self._heap)
 
     @property
-    def stamps(self) -> array[int]:
+    def stamps(self) -> memoryview[int]:
         """When each slot was last used; only the order means something."""
         return self._stamps
 
@@ -37,10 +39,13 @@ class EvictionQueue:
         self._clock += 1
         self._stamps[slot] = self._clock
 
-    def touch_run(self, slots: list[int]) -> None:
-        """All these blocks were used now, together."""
+    def touch_run(self, slots: list[int], span: slice | None = None) -> None:
+        """All these blocks were used now, together. span: the same slots, if they are one."""
         self._clock += 1
         stamps, now = self._stamps, self._clock
+        if span is not None:
+            stamps[span] = array("Q", (now,)) * len(slots)
+            return
         for slot in slots:
             stamps[slot] = now
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from kvevents_service.core.eviction import EvictionQueue
+from kvevents_service.core.free_slots import FreeSlots
 from kvevents_service.core.names import Evicted, NameTable
 from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, READY
 
@@ -14,7 +15,7 @@ class LeavingTable(NameTable):
 
     def __init__(self, capacity: int, groups: int) -> None:
         super().__init__(capacity, groups)
-        self._free = list(range(capacity - 1, -1, -1))
+        self._free = FreeSlots(capacity)
         self._queue = EvictionQueue(capacity)
 
     @property
@@ -78,18 +79,17 @@ class LeavingTable(NameTable):
             parent = parents[slot]
             if parent == NO_SLOT:
                 break
-            parents[slot] = NO_SLOT
-            children[parent] -= 1
-            if children[parent]:
+            left = children[parent] = children[parent] - 1
+            if left:
                 self._unlist(parent, slot)
-            if stamps[parent] < stamp:
-                stamps[parent] = stamp  # as `inherit` does
-            next_in_line = stamps[parent] == stamp and states[parent] == READY
-            if len(leaving) == most or not next_in_line or children[parent] or pins[parent]:
+            used = stamps[parent]
+            if used < stamp:
+                used = stamps[parent] = stamp  # as `inherit` does
+            if used != stamp or left or len(leaving) == most or states[parent] != READY or pins[parent]:
                 self._offer_if_evictable(parent)
                 break
             slot = parent
-        self._free += leaving
+        self._free.give(leaving)
         return self._unname(self._group[slot], leaving)
 
     def _reap(self, slot: int) -> None:
@@ -103,7 +103,7 @@ class LeavingTable(NameTable):
     def _release(self, slot: int) -> int | None:
         """Back to FREE; the parent has one child less. Returns the parent."""
         self._state[slot] = FREE
-        self._free.append(slot)
+        self._free.give((slot,))
         parent = self._parent[slot]
         if parent == NO_SLOT:
             return None

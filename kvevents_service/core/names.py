@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, repeat
+from operator import is_
+from typing import Final, NamedTuple
 
 from kvevents_service.core.metadata import BlockStoreMeta
-from kvevents_service.core.slots import READY, SlotTable
+from kvevents_service.core.name_shards import NameShards
+from kvevents_service.core.slots import NO_SLOT, PENDING, READY, SlotTable
 
 
 class Evicted(NamedTuple):
@@ -16,6 +20,10 @@ class Evicted(NamedTuple):
     group: int
     block_hash: bytes
     inner: bool = False
+
+
+_evicted: Final = partial(tuple.__new__, Evicted)
+"""The same from a tuple, at a third of the cost."""
 
 
 class Forgotten(NamedTuple):
@@ -31,23 +39,25 @@ class NameTable(SlotTable):
 
     def __init__(self, capacity: int, groups: int) -> None:
         super().__init__(capacity)
-        self.index: list[dict[bytes, int]] = [{} for _ in range(groups)]
-        self.inner: list[dict[bytes, int]] = [{} for _ in range(groups)]
+        self.index = [NameShards() for _ in range(groups)]
+        self.inner = [NameShards() for _ in range(groups)]
+        self._leaving = NO_SLOT
         self._more_names: dict[int, list[BlockStoreMeta]] = {}
 
     # lookup
 
     def known_prefix(self, group: int, hashes: Sequence[bytes]) -> int:
         """How many leading blocks of the chain are indexed, ready or pending."""
-        index = self.index[group]
-        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in index)
+        shards = self.index[group].shards
+        return bisect_left(hashes, True, key=lambda block_hash: block_hash not in shards[block_hash[-1]])
 
     def ready_prefix(self, group: int, packed: bytes, hash_bytes: int) -> int:
         """How many leading blocks of the packed chain can be loaded now."""
-        index, state = self.index[group], self._state
+        shards, state = self.index[group].shards, self._state
 
         def missing(position: int) -> bool:
-            slot = index.get(packed[position * hash_bytes : (position + 1) * hash_bytes])
+            end = (position + 1) * hash_bytes
+            slot = shards[packed[end - 1]].get(packed[end - hash_bytes : end])
             return slot is None or state[slot] != READY
 
         blocks = len(packed) // hash_bytes  # mostly all of them are there, or none
@@ -75,16 +85,41 @@ class NameTable(SlotTable):
         slot = None if block_hash is None else self.index[group].get(block_hash)
         return block_hash if slot is None else self._hash[slot]
 
-    def in_order(self, group: int) -> list[int]:
-        """The slots of every indexed block of a group, parents before children."""
-        return list(dict.fromkeys((*self.index[group].values(), *self.inner[group].values())))
+    # order
+
+    def leaves_first(self, group: int, most: int) -> list[int]:
+        """Indexed blocks of a group, so many or all there are, each behind all that are indexed behind it.
+
+        A call goes on where the one before ended: so a long chain is gone through once, not once a call.
+        """
+        found: dict[int, None] = {}
+        children: dict[int, Iterator[int]] = {}
+        others = chain(self.index[group].slots(), self.inner[group].slots())
+        slot: int | None = self._leaving if self._is_indexed(self._leaving, group) else next(others, None)
+        while slot is not None and len(found) < most:
+            if slot not in children:
+                children[slot] = self._children_of(slot)
+            rest = (child for child in children[slot] if child not in found and self._is_indexed(child, group))
+            child = next(rest, None)
+            if child is not None:
+                slot = child
+                continue
+            found[slot] = None
+            parent = self._parent[slot]
+            slot = parent if self._is_indexed(parent, group) else None
+            slot = next((other for other in others if other not in found), None) if slot is None else slot
+        self._leaving = NO_SLOT if slot is None else slot
+        return list(found)
+
+    def _is_indexed(self, slot: int, group: int) -> bool:
+        return slot != NO_SLOT and self._state[slot] in (PENDING, READY) and self._group[slot] == group
 
     # names come and go
 
     def is_fresh_chain(self, group: int, hashes: list[bytes]) -> bool:
         """True if the hashes are distinct and none is a name: a chain's end behind its known prefix always is."""
-        fresh, named = set(hashes), (self.index[group], self.inner[group])
-        return len(fresh) == len(hashes) and all(names.keys().isdisjoint(fresh) for names in named)
+        named = self.index[group], self.inner[group]
+        return len(set(hashes)) == len(hashes) and all(names.is_disjoint(hashes) for names in named)
 
     def add_name(self, slot: int, meta: BlockStoreMeta) -> bool:
         """A prefix ends inside this block. False if another block has the name: it stays that block's."""
@@ -92,34 +127,32 @@ class NameTable(SlotTable):
         names = self.inner[group]
         if block_hash in names or block_hash in self.index[group]:
             return False
-        names[block_hash] = slot
+        names.add([block_hash], [slot])
         self._more_names.setdefault(slot, []).append(meta)
         return True
 
     def _unname(self, group: int, slots: list[int]) -> list[Evicted]:
         """Out of the index: blocks of one group, with all their names."""
-        index, names, metas, evicted = self.index[group], self._hash, self._meta, []
+        hashes, metas = self._hash, self._meta
+        names = [name for slot in slots if (name := hashes[slot]) is not None]
+        assert len(names) == len(slots), "only an indexed block can leave the index"
         for slot in slots:
-            block_hash = names[slot]
-            assert block_hash is not None, "only an indexed block can leave the index"
-            if index.pop(block_hash, None) is None:
-                del self.inner[group][block_hash]
-                evicted.append(Evicted(group, block_hash, True))
-            else:
-                evicted.append(Evicted(group, block_hash))
-            names[slot] = metas[slot] = None
+            hashes[slot] = metas[slot] = None
+        found = self.index[group].pop_all(names)
+        inner = [name for name, slot in zip(names, found, strict=True) if slot is None] if None in found else []
+        self.inner[group].pop_all(inner)
+        evicted = list(map(_evicted, zip(repeat(group), names, map(is_, found, repeat(None)))))
         return [*self._unname_inner(group, slots), *evicted] if self._more_names else evicted
 
     def _unname_inner(self, group: int, slots: list[int]) -> list[Evicted]:
         gone = [meta.block_hashes for slot in slots for meta in self._more_names.pop(slot, ())]
-        for name in gone:
-            del self.inner[group][name]
+        self.inner[group].pop_all(gone)
         return [Evicted(group, name, True) for name in gone]
 
     # instruments
 
     def ready_hashes(self, group: int) -> list[bytes]:
-        """Hashes of every loadable block of a group, parents before children."""
+        """Hashes of every loadable block of a group, in no order."""
         state = self._state
         return [block_hash for block_hash, slot in self.index[group].items() if state[slot] == READY]
 

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
+from kvevents_service.core.column import frozen
 from kvevents_service.core.cut import PoolCut
 from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.core.leaving import LeavingTable
@@ -45,7 +46,6 @@ class BlockPool(LeavingTable):
 
     def __init__(self, capacity: int, groups: int) -> None:
         super().__init__(capacity, groups)
-        self._reserved = bytearray(capacity)
         self.allocated = 0
         """Slots ever taken."""
 
@@ -75,7 +75,8 @@ class BlockPool(LeavingTable):
         if parent is not None:
             self._pins[parent] -= 1
         count = min(len(hashes), len(self._free))
-        slots = self._take_free(count)
+        slots = self._free.take(count)
+        self.allocated += len(slots)
         if count:
             self._place(meta, hashes, slots, parent)
         elif parent is not None:
@@ -84,21 +85,23 @@ class BlockPool(LeavingTable):
 
     def _place(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
         names = self.inner if meta.inner else self.index
-        names[meta.group.index].update(zip(hashes, slots, strict=False))
-        self._fill(meta, hashes, slots, parent)
+        names[meta.group.index].add(hashes, slots)
+        span = self._fill(meta, hashes, slots, parent)
         if meta.group.kind not in PREFIX_KINDS:
             self._unlink(slots)
-        self._queue.touch_run(slots)
+        self._queue.touch_run(slots, span)
 
     # blocks that were in the tier before this process was
 
-    def reserve(self, runs: Iterable[StoreRun]) -> None:
-        """Give the slots of these runs to nobody until each is adopted or let go. Once, before anything else."""
-        self._reserved = bytearray(self.capacity)
-        for slot in chain.from_iterable(run.slots for run in runs):
-            if 0 <= slot < self.capacity and self._state[slot] == FREE:
-                self._reserved[slot] = True
-        self._free = [slot for slot in self._free if not self._reserved[slot]]
+    def reserve(self, runs: Iterable[StoreRun], flags: bytes | None = None) -> None:
+        """Give the slots of these runs to nobody until each is adopted or let go. Once, before anything else.
+
+        flags: 1 for each of these slots, by slot, where that is known.
+        """
+        if flags is not None:
+            self._free.reserve_at_once(flags)
+        else:
+            self._free.reserve(chain.from_iterable(run.slots for run in runs))
 
     def adopt(self, run: StoreRun) -> list[BlockStoreMeta]:
         """Take in a reserved run, whose bytes are in its slots already; its parents first.
@@ -110,7 +113,7 @@ class BlockPool(LeavingTable):
             self.let_go(run)
             return []
         meta, slots = run.meta, run.slots
-        self._unreserve(slots)
+        self._free.claim(slots)
         before = meta.parent_block_hash if meta.group.kind in PREFIX_KINDS else None
         parent = None if before is None else self.slot_of(meta.group.index, before)
         self._place(meta, [meta.hash_at(place) for place in range(meta.blocks)], slots, parent)
@@ -119,38 +122,19 @@ class BlockPool(LeavingTable):
 
     def let_go(self, run: StoreRun) -> None:
         """A reserved run is not adopted: its slots are free."""
-        self._free += self._unreserve(run.slots)
-
-    def _unreserve(self, slots: list[int]) -> list[int]:
-        """Those of these slots that were reserved."""
-        own = [slot for slot in dict.fromkeys(slots) if 0 <= slot < self.capacity and self._reserved[slot]]
-        for slot in own:
-            self._reserved[slot] = False
-        return own
+        self._free.give(self._free.claim(run.slots))
 
     def _is_adoptable(self, run: StoreRun) -> bool:
         meta, slots = run.meta, run.slots
         group, parent = meta.group, meta.parent_block_hash
         rooted = group.kind not in PREFIX_KINDS or parent is None or self._is_ready(group.index, parent)
         fresh = self.is_fresh_chain(group.index, [meta.hash_at(place) for place in range(meta.blocks)])
-        own = len(set(slots)) == len(slots) == meta.blocks and all(map(self._is_reserved, slots))
+        own = len(set(slots)) == len(slots) == meta.blocks and all(map(self._free.is_reserved, slots))
         return own and rooted and fresh and group.cacheable
-
-    def _is_reserved(self, slot: int) -> bool:
-        return 0 <= slot < self.capacity and bool(self._reserved[slot])
 
     def _is_ready(self, group: int, block_hash: bytes) -> bool:
         slot = self.slot_of(group, block_hash)
         return slot is not None and self._state[slot] == READY
-
-    def _take_free(self, count: int) -> list[int]:
-        if not count:
-            return []
-        self.allocated += count
-        slots = self._free[-count:]
-        del self._free[-count:]
-        slots.reverse()
-        return slots
 
     def commit(self, slots: Sequence[int]) -> None:
         """The bytes of these pending blocks have arrived: they can be loaded."""
@@ -172,7 +156,8 @@ class BlockPool(LeavingTable):
 
     def clear(self) -> list[Forgotten]:
         """Forget every block by hash."""
-        return [gone for group in range(len(self.index)) for gone in self._forget(group, self.in_order(group))]
+        groups = range(len(self.index))
+        return [gone for group in groups for gone in self._forget(group, self.leaves_first(group, self.capacity))]
 
     def forget(self, slots: Iterable[int]) -> list[Forgotten]:
         """Forget these blocks by hash, as far as they are READY, and every block behind one of them."""
@@ -180,16 +165,16 @@ class BlockPool(LeavingTable):
         for slot in slots:
             if self._state[slot] == READY:
                 groups.setdefault(self._group[slot], []).append(slot)
-        return [gone for group, own in groups.items() for gone in self._forget(group, self._behind(own))]
+        return [gone for group, own in groups.items() for gone in self._forget(group, self._behind(own)[::-1])]
 
-    def forget_last(self, most: int) -> list[Forgotten]:
-        """Forget about so many blocks of one group, those that were indexed last: no indexed one is behind them but
-        tails. Nothing is left once the pool is `empty`."""
+    def forget_leaves(self, most: int) -> tuple[int, list[Forgotten]]:
+        """Forget so many blocks of one group, none that another indexed one is behind of. Returns how many it were,
+        pending ones too; 0 once the pool is `empty`."""
         for group, (named, inner) in enumerate(zip(self.index, self.inner, strict=True)):
             if named or inner:
-                last = list(islice(reversed((named or inner).values()), most))
-                return self._forget(group, self._behind(last))
-        return []
+                slots = self.leaves_first(group, most)
+                return len(slots), self._forget(group, slots)
+        return 0, []
 
     def _behind(self, slots: Iterable[int]) -> list[int]:
         """These blocks and every indexed one behind them, parents before children."""
@@ -206,8 +191,8 @@ class BlockPool(LeavingTable):
             waiting += gone.intersection(self._children_of(slot))
         return found
 
-    def _forget(self, group: int, in_order: Iterable[int]) -> list[Forgotten]:
-        slots = list(in_order)[::-1]
+    def _forget(self, group: int, slots: list[int]) -> list[Forgotten]:
+        """These slots, children before parents."""
         states = self._state
         left = self._unname(group, [slot for slot in slots if states[slot] == READY])
         self._unname(group, [slot for slot in slots if states[slot] == PENDING])
@@ -246,38 +231,38 @@ class BlockPool(LeavingTable):
 
     def cut(self) -> PoolCut:
         """What can be loaded now, frozen: copies of columns, no loop over blocks."""
-        first = [
-            (len(index), self._meta[next(iter(index.values()))]) for index in (*self.index, *self.inner) if index
-        ]
+        first = [(len(names), self._meta[next(names.slots())]) for names in (*self.index, *self.inner) if names]
         counts = [(blocks, meta.group.block_size) for blocks, meta in first if meta is not None]
-        more = self._more_names.copy()
-        return PoolCut(counts, more, bytes(self._state), self._meta[:], self._position[:], self._parent[:])
+        state = bytes(self._state[: self.used])
+        positions, parents = frozen(self._position, self.used), frozen(self._parent, self.used)
+        return PoolCut(counts, self._more_names.copy(), state, self._meta[:], positions, parents)
 
     def check(self) -> None:
         """Assert every internal invariant; for tests and doctors, O(capacity)."""
-        assert self.count(FREE) - sum(self._reserved) == len(self._free) == len(set(self._free))
+        assert self.count(FREE) - self._free.reserved == len(self._free) == len(set(self._free))
+        assert not any(self._state[slot] for slot in self._free)
+        assert not any(self._state[self.used :])
         children = array("i", bytes(4 * self.capacity))
-        for slot in range(self.capacity):
+        for slot in range(self.used):
             self._check_slot(slot)
-            if self._parent[slot] != NO_SLOT:
+            if self._state[slot] != FREE and self._parent[slot] != NO_SLOT:
                 children[self._parent[slot]] += 1
             assert all(self._parent[child] == slot for child in self._children_of(slot))
         assert children == self._children
-        assert sum(len([*self._children_of(slot)]) for slot in range(self.capacity)) == sum(children)
+        assert sum(len([*self._children_of(slot)]) for slot in range(self.used)) == sum(children)
         assert sum(map(len, (*self.index, *self.inner))) == len(self) + sum(map(len, self._more_names.values()))
 
     def _check_slot(self, slot: int) -> None:
         state, parent = self._state[slot], self._parent[slot]
         assert self._pins[slot] >= 0
         if state == FREE:
-            assert parent == NO_SLOT
             assert not self._pins[slot]
             return
         indexed = self._hash[slot] is not None
         assert indexed == (state in (PENDING, READY))
         group, name = self._group[slot], self._hash[slot] or b""
         assert not indexed or slot in (self.slot_of(group, name), self.inner_slot(group, name))
-        assert all(self.inner[group][more.block_hashes] == slot for more in self._more_names.get(slot, ()))
+        assert all(self.inner[group].get(more.block_hashes) == slot for more in self._more_names.get(slot, ()))
         assert indexed or slot not in self._more_names
         assert parent == NO_SLOT or self._state[parent] != FREE
         assert state != READY or parent == NO_SLOT or self._state[parent] == READY, "prefix closure"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Final
 
+from kvevents_service.core.column import column, extend_ramp
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.wire.control import GroupSpec
 
 FREE, PENDING, READY, ORPHANED, DOOMED = range(5)
 NO_SLOT = -1
 """Array filler for "no parent"; never leaves the pool as a slot."""
+RAMP_STEP: Final = 4096
 
 
 class SlotTable:
@@ -18,20 +21,24 @@ class SlotTable:
 
     A slot that has children knows one of them, `_child`; that one's `_sibling` is the next, down to NO_SLOT, and
     `_elder` is the one before it. Of a slot without children, and of an only child, they may be stale.
+
+    Of a slot that was never filled the columns say nothing but that it is FREE, without a pin. Names and snapshots
+    are listed up to `used`: all slots from there on were never filled.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._state = bytearray(capacity)
-        self._group = bytearray(capacity)
-        self._parent = array("i", [NO_SLOT]) * capacity
-        self._children = array("i", bytes(4 * capacity))
-        self._child, self._sibling, self._elder = (array("i", [NO_SLOT]) * capacity for _ in range(3))
-        self._pins = array("i", bytes(4 * capacity))
-        self._position = array("i", bytes(4 * capacity))
-        self._hash: list[bytes | None] = [None] * capacity
-        self._meta: list[BlockStoreMeta | None] = [None] * capacity
-        self._ramp = array("i", range(capacity))  # 0, 1, 2, ...: filling consecutive slots becomes copying
+        self._state, self._group = column("B", capacity), column("B", capacity)
+        self._parent, self._children = column("i", capacity), column("i", capacity)
+        self._child, self._sibling, self._elder = (column("i", capacity) for _ in range(3))
+        self._pins, self._position = column("i", capacity), column("i", capacity)
+        self._hash: list[bytes | None] = []
+        self._meta: list[BlockStoreMeta | None] = []
+        self._ramp = array("i")  # 0, 1, 2, ...: filling consecutive slots becomes copying
+
+    @property
+    def used(self) -> int:
+        return len(self._meta)
 
     # one slot
 
@@ -89,20 +96,39 @@ class SlotTable:
         assert meta is not None, "an indexed block has a snapshot"
         return meta.part(start, start + len(slots))
 
-    def _fill(self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None) -> None:
-        """These slots hold the first blocks of `meta` from now on, each one behind the one before: PENDING."""
+    def _fill(
+        self, meta: BlockStoreMeta, hashes: list[bytes], slots: list[int], parent: int | None
+    ) -> slice[int, int, None] | None:
+        """These slots hold the first blocks of `meta` from now on, each one behind the one before: PENDING.
+
+        Returns the slots as a slice, if they are one.
+        """
         previous = NO_SLOT if parent is None else parent
-        if slots[-1] - slots[0] == len(slots) - 1 and self._ramp[slots[0] : slots[-1] + 1].tolist() == slots:
-            self._fill_span(meta, hashes, slots[0], len(slots), previous)
+        span = slice(slots[0], slots[0] + len(slots))
+        self._reach(slots[-1])
+        is_span = self._ramp[span].tolist() == slots
+        if is_span:
+            self._fill_span(meta, hashes, span, previous)
         else:
+            self._reach(max(slots))
             self._fill_scattered(meta, hashes, slots, previous)
         self._children[slots[-1]] = 0
         if previous != NO_SLOT:
             self._join(previous, slots[0])
+        return span if is_span else None
 
-    def _fill_span(self, meta: BlockStoreMeta, hashes: list[bytes], first: int, count: int, parent: int) -> None:
+    def _reach(self, slot: int) -> None:
+        """Columns that grow go as far as this slot."""
+        missing = slot + 1 - self.used
+        if missing > 0:
+            self._hash += [None] * missing
+            self._meta += [None] * missing
+        if slot >= len(self._ramp):
+            extend_ramp(self._ramp, min(slot + RAMP_STEP, self.capacity))
+
+    def _fill_span(self, meta: BlockStoreMeta, hashes: list[bytes], span: slice, parent: int) -> None:
         """Consecutive slots, the common case, without a loop."""
-        span = slice(first, first + count)
+        first, count = span.start, span.stop - span.start
         self._state[span] = bytes((PENDING,)) * count
         self._group[span] = bytes((meta.group.index,)) * count
         self._parent[span] = array("i", (parent,)) + self._ramp[first : first + count - 1]
@@ -169,13 +195,14 @@ class SlotTable:
 
     def count(self, state: int) -> int:
         """How many slots are in a state."""
-        return self.capacity - len(self._state.translate(None, bytes((state,))))  # bytearray.count is slow on many
+        others = len(bytes(self._state[: self.used]).translate(None, bytes((state,))))  # `count` is slow on many
+        return (self.capacity if state == FREE else self.used) - others
 
     @property
     def pins(self) -> memoryview:
         """Pins of each slot, int32. Let go of it before anything else happens."""
-        return memoryview(self._pins)
+        return self._pins[:]
 
     def pinned(self) -> int:
         """How many slots carry a pin."""
-        return self.capacity - self._pins.count(0)
+        return sum(map(bool, self._pins))

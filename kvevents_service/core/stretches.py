@@ -7,7 +7,6 @@ position behind it. In a run each position follows the one before.
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +28,7 @@ class Stretches(NamedTuple):
     kinds: bytes
 
     @classmethod
-    def of(cls, state: bytes, positions: array[int], parents: array[int]) -> Stretches:
+    def of(cls, state: bytes, positions: memoryview[int], parents: memoryview[int]) -> Stretches:
         """A millisecond for a million slots with numpy, a third of a second without."""
         if numpy is None:
             return cls(_by_slot(state, positions, parents))
@@ -39,7 +38,7 @@ class Stretches(NamedTuple):
         steps = range(0, len(state), _STEP)
         return cls(b"".join(_by_numpy(state_of, position_of, parent_of, start) for start in steps))
 
-    def parents_first(self, parents: array[int]) -> Iterator[tuple[int, int]]:
+    def parents_first(self, parents: memoryview[int]) -> Iterator[tuple[int, int]]:
         """Every stretch, as its first slot and the one behind its last. From the highest down, each behind all
         before it that were not told yet: of chains that grew together each is told by itself."""
         told = bytearray(len(self.kinds))
@@ -86,7 +85,7 @@ def _by_numpy(state: Any, positions: Any, parents: Any, start: int) -> bytes:
     return bytes(kinds)
 
 
-def _by_slot(state: bytes, positions: array[int], parents: array[int]) -> bytes:
+def _by_slot(state: bytes, positions: memoryview[int], parents: memoryview[int]) -> bytes:
     kinds = bytearray(len(state))
     for slot in (slot for slot, its_state in enumerate(state) if its_state == READY):
         kinds[slot] = _STRETCH

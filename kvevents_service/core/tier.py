@@ -81,10 +81,11 @@ class Tier:
         """Some of them are not announced yet."""
         return bool(self._kept)
 
-    def adopt(self, runs: Iterable[StoreRun]) -> list[Command]:
-        """The announcement of the first of them, parents first; `adopt_more` until no more are left."""
+    def adopt(self, runs: Iterable[StoreRun], flags: bytes | None = None) -> list[Command]:
+        """The announcement of the first of them, parents first; `adopt_more` until no more are left. flags: 1 for
+        each of their slots, by slot, where that is known: for a million blocks it saves 0.1 s."""
         self._kept.extend(runs)
-        self.pool.reserve(self._kept)
+        self.pool.reserve(self._kept, flags)
         return self.adopt_more()
 
     def adopt_more(self) -> list[Command]:

@@ -23,7 +23,7 @@ from kvevents_service.transfer.memory import BlockMemory
 log = logging.getLogger(__name__)
 
 MAX_SLOTS = 1 << 24
-"""A slot costs about 90 bytes before it is used: tiny blocks must not make the books larger than the tier."""
+"""A slot can cost some 90 bytes beside what it holds: tiny blocks must not make the books larger than the tier."""
 MAX_DEMOTING_BYTES = 256 * 1024 * 1024
 """On their way from the host tier to the disk at any time, or one block if that is more."""
 
@@ -118,7 +118,7 @@ class Tiers:
         if found:
             blocks = sum(len(run.slots) for run in found)
             log.info("tier %s: %d blocks from the life before", self._disk.medium, blocks)
-        return tier.scheduler.tiers[-1].adopt(found)
+        return tier.scheduler.tiers[-1].adopt(found, self._disk.kept_slots() if found else None)
 
     def keep(self, runs: Iterable[StoreRun]) -> None:
         """Find these again after a restart."""

@@ -103,6 +103,10 @@ class DiskStorage:
         cut = (self._arenas[0].slots, *(arena.stride for arena in self._arenas))
         return self._index.recover(msgspec.structs.replace(layout, cut=cut), self._arenas)
 
+    def kept_slots(self) -> bytes:
+        """1 for each slot that can be found again, by slot: right after `recover`, those of its runs."""
+        return b"" if self._index is None else self._index.kept_slots()
+
     def keep(self, runs: Iterable[StoreRun]) -> None:
         """These blocks are announced now: find them again after a restart."""
         if self._index is not None:

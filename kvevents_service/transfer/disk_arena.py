@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from xxhash import xxh3_64_intdigest
 
+from kvevents_service.core.column import column
 from kvevents_service.transfer.arena import BlocksLost, HostArena
 from kvevents_service.transfer.copy import CopyRun, consecutive_runs
 from kvevents_service.transfer.disk_io import GONE, SECTOR_BYTES, DiskFaults, read_all, write_all
@@ -85,7 +86,7 @@ class DiskArena:
         self.block_bytes = block_bytes
         self.stride = stride_of(block_bytes, direct=device.direct_fd is not None)
         self.direct = device.direct_fd is not None and not (self.stride | start) % SECTOR_BYTES
-        self.sums = array("Q", [NOTHING]) * slots
+        self.sums = column("Q", slots)
         self._device = device
         self._start = start
         self._fd = device.direct_fd if self.direct and device.direct_fd is not None else device.fd

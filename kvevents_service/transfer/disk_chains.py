@@ -102,7 +102,7 @@ def _with_inner(runs: list[StoreRun], layout: KeptLayout, medium: str, found: di
         metas = []
         for name in (name for slot in run.slots for name in found[slot].record.inner):
             key = (run.meta.group.index, name.block_hash)
-            if key not in taken:
+            if key not in taken and len(name.block_hash) == layout.hash_bytes:
                 taken.add(key)
                 metas.append(_meta(layout, run.meta.group, medium, [name], inner=True))
         whole.append(StoreRun(run.meta, run.slots, tuple(metas)))

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from kvevents_service.core.column import column, count_set
 from kvevents_service.core.metadata import StoreRun
 from kvevents_service.errors import ConfigError
 from kvevents_service.transfer.copy import consecutive_runs
@@ -42,7 +43,7 @@ COUNTERS = ("disk_blocks_recovered", "disk_blocks_not_kept", "disk_layouts_void"
 class Sums(Protocol):
     """An arena: each slot's checksum."""
 
-    sums: array[int]
+    sums: memoryview[int]
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
@@ -59,7 +60,7 @@ class Kept(NamedTuple):
 
     header: Header
     runs: list[StoreRun]
-    sums: list[array[int]]
+    sums: list[memoryview[int]]
     found: bytearray
     stamp: int
 
@@ -103,8 +104,12 @@ class DiskIndex:
         self._written[: len(kept.found)] = kept.found
         for arena, sums in zip(arenas, kept.sums, strict=True):
             arena.sums[: len(sums)] = sums
-        self._count("disk_blocks_recovered", sum(kept.found))
+        self._count("disk_blocks_recovered", count_set(kept.found))
         return kept.runs
+
+    def kept_slots(self) -> bytes:
+        """1 for each slot whose block was written down."""
+        return bytes(self._written)
 
     def keep(self, runs: Iterable[StoreRun]) -> None:
         """These blocks were announced: write down, soon, that they are there. Call it before anything else can
@@ -228,7 +233,7 @@ def read_index(fd: int, medium: str) -> Kept | None:
     slots, ranks = _slots(fd, header), len(header.layout.sizes)
     entries = list(_scan(fd, header, slots))
     runs = recover(header.layout, medium, entries)
-    found, sums = bytearray(slots), [array("Q", [0]) * slots for _ in range(ranks)]
+    found, sums = bytearray(slots), [column("Q", slots) for _ in range(ranks)]
     for slot in (slot for run in runs for slot in run.slots):
         found[slot] = True
     for slot, entry in entries:

@@ -41,12 +41,12 @@ def removed(commands: list[Any]) -> list[bytes]:
     return [name for run in runs for name in run.block_hashes]
 
 
-def test_what_was_stored_last_goes_first_and_the_answer_comes_with_the_end() -> None:
+def test_leaves_go_first_and_the_answer_comes_with_the_end() -> None:
     scheduler = full().scheduler
     told = [scheduler.reset(1, Reset(5))]
     while scheduler.unfinished:
         scheduler.pool.check()
-        assert scheduler.pool.ready_names(0) == list(LONG.hashes[: len(scheduler.pool)])
+        assert set(scheduler.pool.ready_names(0)) == set(LONG.hashes[: len(scheduler.pool)])
         told.append(scheduler.go_on(0.0))
     assert [len(removed(commands)) for commands in told] == [3, 3, 1]
     assert [name for commands in told for name in removed(commands)] == list(LONG.hashes[::-1])
@@ -87,7 +87,7 @@ def test_a_copy_that_ends_meanwhile_announces_nothing_and_a_load_is_a_miss() -> 
     copies.perform(scheduler.load(1, Load(4, "r", hit.lease_id or 0, pack_int32(range(500, 502))), 0.0))
     copies.perform(scheduler.reset(1, Reset(5)))
     copies.published.clear()
-    assert scheduler.pool.ready_names(0) == list(LONG.hashes[:4])
+    assert set(scheduler.pool.ready_names(0)) == set(LONG.hashes[:4])
     assert copies.complete(1) == [Loaded(4, 0)]
     assert copies.complete() == [StepDone(6, 0, 0, 3)]
     assert copies.published == []
@@ -159,7 +159,7 @@ def test_what_was_kept_is_announced_in_slices_and_its_slots_are_nobodys_until_th
     scheduler.pool.check()
     copies.perform(scheduler.go_on(0.0))
     assert not scheduler.unfinished
-    assert scheduler.pool.ready_names(0) == list(LONG.hashes)
+    assert set(scheduler.pool.ready_names(0)) == set(LONG.hashes)
     assert scheduler.pool.free_slots == 0
     scheduler.pool.check()
 
@@ -175,7 +175,7 @@ def test_what_an_engine_stores_anew_meanwhile_is_not_adopted_and_what_is_behind_
     copies.perform(scheduler.go_on(0.0))
     scheduler.pool.check()
     copies.complete()
-    assert scheduler.pool.ready_names(0) == list(LONG.hashes[:6])
+    assert set(scheduler.pool.ready_names(0)) == set(LONG.hashes[:6])
     assert scheduler.pool.free_slots == 6
 
 

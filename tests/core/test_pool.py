@@ -2,6 +2,8 @@
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.prompts import FULL, LATENT
 from kvevents_service.core.metadata import BlockStoreMeta, StoreRun, snapshot
@@ -233,17 +235,6 @@ def test_each_block_knows_its_own_snapshot() -> None:
     assert pool.meta_of(slot) is None
 
 
-def test_resident_hashes_come_parents_first() -> None:
-    pool = ready_pool(ABCD, capacity=6)
-    evictor = make_chain([8] * 6, 2)
-    pool.commit(allocate(pool, evictor).slots)
-    pool.commit(allocate(pool, ABCD.part(3), pool.slot_of(0, ABCD.hashes[2])).slots)
-    ready = pool.ready_hashes(0)
-    for chain in (ABCD, evictor):
-        ranks = [ready.index(name) for name in chain.hashes if name in ready]
-        assert ranks == sorted(ranks)
-
-
 def test_repr_tells_the_live_state() -> None:
     assert repr(ready_pool(EF)) == "<BlockPool 2/4 indexed, 2 free>"
 
@@ -256,7 +247,7 @@ def test_what_is_forgotten_takes_all_that_is_behind_it_children_first() -> None:
     b = pool.slot_of(0, ABCD.hashes[1])
     assert b is not None
     assert pool.forget([b]) == [(0, [ABCD.hashes[3], ABCD.hashes[2], ABCD.hashes[1]], False)]
-    assert pool.ready_hashes(0) == [ABCD.hashes[0], *EF.hashes]
+    assert set(pool.ready_hashes(0)) == {ABCD.hashes[0], *EF.hashes}
     assert pool.free_slots == 5
     pool.check()
 
@@ -325,22 +316,46 @@ def test_what_branches_off_is_found_behind_a_block_and_siblings_that_left_are_no
     pool.check()
 
 
-def test_what_was_indexed_last_is_forgotten_first_with_the_tails_behind_it() -> None:
+def test_leaves_are_forgotten_first_and_tails_are_leaves() -> None:
     pool = BlockPool(8, 1)
     slots = allocate(pool, ABCD).slots
     tail = inside(b"t", ABCD.hashes[3])
     pool.commit([*slots, *pool.allocate(tail, [b"t"], slots[3]).slots])
     pool.commit(pool.allocate(inside(b"u", None), [b"u"], None).slots)
-    assert [(gone.hashes, gone.inner) for gone in pool.forget_last(1)] == [
-        ([b"t"], True),
-        ([ABCD.hashes[3]], False),
-    ]
-    assert pool.forget_last(9) == [(0, list(ABCD.hashes[2::-1]), False)]
-    assert not pool.empty
-    assert pool.forget_last(9) == [(0, [b"u"], True)]
+    assert pool.forget_leaves(1) == (1, [(0, [b"t"], True)])
+    assert pool.forget_leaves(1) == (1, [(0, [ABCD.hashes[3]], False)])
+    assert pool.forget_leaves(9) == (4, [(0, [b"u"], True), (0, list(ABCD.hashes[2::-1]), False)])
     assert pool.empty
     assert pool.free_slots == 8
+    assert pool.forget_leaves(9) == (0, [])
     pool.check()
+
+
+def named(names: list[bytes], parent: bytes | None) -> BlockStoreMeta:
+    packed, tokens = b"".join(names), bytes(8 * len(names))
+    return msgspec.structs.replace(meta_of(EF), block_hashes=packed, token_ids=tokens, parent_block_hash=parent)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4)), max_size=12), st.integers(1, 9), st.data())
+def test_a_forest_is_forgotten_in_slices_each_block_behind_those_behind_it(
+    branches: list[tuple[int, int]], most: int, data: st.DataObject
+) -> None:
+    pool, parents = BlockPool(64, 1), dict[bytes, bytes | None]()
+    for number, (above, blocks) in enumerate(branches):
+        parent = None if not parents else list(parents)[above % len(parents)]
+        above_slot = None if parent is None else pool.slot_of(0, parent)
+        names = [bytes((number, block)) * 16 for block in range(blocks)]
+        slots = pool.allocate(named(names, parent), names, above_slot).slots
+        parents |= dict(zip(names, [parent, *names], strict=False))
+        if data.draw(st.booleans()) and (above_slot is None or pool.state_of(above_slot) == READY):
+            pool.commit(slots)
+    while not pool.empty:
+        before, left = len(pool), {name for name in parents if pool.slot_of(0, name) is not None}
+        forgotten, _ = pool.forget_leaves(most)
+        now = {name for name in left if pool.slot_of(0, name) is not None}
+        assert forgotten == before - len(pool) == min(most, before)
+        assert all(parents[name] in now for name in now if parents[name] is not None)
+        pool.check()
 
 
 # blocks of an earlier process

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from core.prompts import FULL
 from kvevents_service.core.metadata import snapshot
-from kvevents_service.core.slots import NO_SLOT, PENDING, SlotTable
+from kvevents_service.core.slots import FREE, NO_SLOT, PENDING, SlotTable
 from kvevents_service.testing import make_chain
 
 CAPACITY = 10
@@ -41,6 +41,7 @@ def test_a_run_reads_as_it_was_filled(order: list[int], count: int, root: bool, 
 def test_consecutive_slots_are_filled_the_same_without_a_loop(first: int, parent: int | None) -> None:
     bulk, one_by_one = filled([first, first + 1, first + 2], parent), SlotTable(CAPACITY)
     above = NO_SLOT if parent is None else parent
+    one_by_one._reach(first + 2)
     one_by_one._fill_scattered(META, list(CHAIN.hashes), [first, first + 1, first + 2], above)
     for column in ("_state", "_group", "_parent", "_position", "_hash", "_meta"):
         assert getattr(bulk, column) == getattr(one_by_one, column)
@@ -59,4 +60,4 @@ def test_a_chain_longer_than_there_is_has_no_slots() -> None:
 
 def test_an_empty_slot_says_nothing() -> None:
     table = SlotTable(1)
-    assert (table.hash_of(0), table.parent_of(0), table.meta_of(0), table.pinned()) == (None, None, None, 0)
+    assert (table.state_of(0), table.pinned(), table.used) == (FREE, 0, 0)
