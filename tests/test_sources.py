@@ -98,6 +98,9 @@ class TestMany:
             one.send(5000)
             await take(subscriber, 10)
             other.send(1)
+            async with asyncio.timeout(10.0):
+                while not subscriber._feeds[1].readable:  # it has come
+                    await asyncio.sleep(0.01)
             items = await until(subscriber, 0, other.endpoint)
             assert len(items) < 500
 

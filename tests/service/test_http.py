@@ -298,7 +298,8 @@ async def test_a_head_that_drips_in_is_cut_off_in_time() -> None:
                 await asyncio.sleep(0.02)
                 if not server.connections and server.refused:
                     break
-        assert await reader.read(-1) == b""
+        with suppress(ConnectionError):  # what it had not read yet makes a reset of its end
+            assert await reader.read(-1) == b""
         assert server.refused == 1
         writer.close()
 
