@@ -14,6 +14,8 @@ on both. Offers go to the front one; what would leave it soon is demoted first; 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from kvevents_service.core.commands import Command
 from kvevents_service.core.demotions import Demotions
@@ -24,7 +26,6 @@ from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.names import Evicted
 from kvevents_service.core.promotions import PromotingLoads
 from kvevents_service.core.scheduler import OffloadScheduler
-from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Limits, Tier, TierSpec
 from kvevents_service.wire.control import Load, Step
 
@@ -47,11 +48,9 @@ class FrontTier(Tier):
         self._behind = back.pool
 
     def evicted(self, names: list[Evicted]) -> list[Command]:
-        whole = [(name.group, name.block_hash) for name in names if not name.inner]
-        slots = [self._behind.slot_of(*name) for name in whole]
-        self.counters["evicted_unsaved"] += sum(
-            slot is None or self._behind.state_of(slot) != READY for slot in slots
-        )
+        for group, own in groupby((name for name in names if not name.inner), attrgetter("group")):
+            hashes = [name.block_hash for name in own]
+            self.counters["evicted_unsaved"] += self._behind.ready_slots(group, hashes).count(None)
         return super().evicted(names)
 
 

@@ -6,6 +6,7 @@ holds the last block of a chain holds all of it, and pinning that block keeps th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvevents_service.core.pool import BlockPool
@@ -48,6 +49,14 @@ class Ladder(NamedTuple):
         if back is None or (front is not None and self.front.state_of(front) == READY):
             return front
         return self.front.capacity + back
+
+    def ready_slots(self, group: int, hashes: Sequence[bytes]) -> list[int | None]:
+        """Where each of these can be loaded from now, if it can."""
+        front, more = self.front.ready_slots(group, hashes), self.front.capacity
+        if None not in front:
+            return front
+        both = zip(front, self.back.ready_slots(group, hashes), strict=True)
+        return [own if own is not None or behind is None else more + behind for own, behind in both]
 
     def state_of(self, slot: int) -> int:
         pool, own = self._own(slot)

@@ -11,6 +11,7 @@ from core.prompts import Path, hashes, offer, with_inner, with_tail
 from kvevents_service.core.cascade import Cascade
 from kvevents_service.core.commands import Copy, Keep, Publish, Reply
 from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun, StoreRun, snapshot
+from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Limits, TierSpec
@@ -232,6 +233,40 @@ def test_what_is_cold_is_demoted_in_slices_as_fast_as_others_let_it() -> None:
     copies.perform(copies.scheduler.go_on(0.0))
     assert kinds(copies) == [("demote", 1)]
     assert not copies.scheduler.unfinished
+
+
+@pytest.mark.parametrize("change", ["none", "lost", "adopted", "touched"])
+def test_a_long_chain_is_gone_through_once_unless_it_changes(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slices follow each other; what has come or gone behind meanwhile is seen."""
+    scheduler, seen = two_tiers(16, 16, slice_blocks=2), []
+    missing_in = BlockPool.missing_in
+
+    def counted(pool: BlockPool, other: BlockPool, leaf: int) -> list[int]:
+        seen.append(leaf)
+        return missing_in(pool, other, leaf)
+
+    monkeypatch.setattr(BlockPool, "missing_in", counted)
+    copies, chain = HeldCopies(scheduler), make_chain(range(16), 2)
+    store(copies, chain)
+    copies.complete()
+    tick(copies)
+    copies.complete()
+    match change:
+        case "lost":
+            copies.perform(scheduler.back.lose([1]))
+        case "adopted":
+            offer_of = chain.part(2, 4).offer(range(2))
+            run = StoreRun(snapshot(offer_of, ONE[0], "STORAGE", 32), [8, 9])
+            copies.perform(scheduler.back.adopt([run]))
+        case "touched":
+            scheduler.pool.touch(7)
+    while scheduler.unfinished:
+        copies.perform(scheduler.go_on(0.0))
+        while copies.pending:
+            copies.complete()
+    assert scheduler.back.pool.ready_names(0) == list(chain.hashes)
+    assert seen == [7] if change == "none" else seen == [7, 7]
+    scheduler.back.pool.check()
 
 
 def test_at_most_the_headroom_is_being_demoted_and_not_more_than_is_allowed() -> None:
