@@ -11,7 +11,9 @@ from kvevents_service.wire.control import Inspected, Residents
 
 KEY_BYTES: Final = 8
 """An inspection names blocks by the last 8 bytes of their hash, as the event stream does."""
-PIECE_BLOCKS: Final = 4096
+PIECE_BLOCKS: Final = 1024
+RUN_BLOCKS: Final = 8
+"""What a run costs beside its blocks."""
 
 
 class Inspection:
@@ -33,7 +35,7 @@ class Inspection:
         left = PIECE_BLOCKS
         for run in self._runs:
             self._found[run.medium, run.group.index] += _keys(run)
-            left -= run.blocks
+            left -= run.blocks + RUN_BLOCKS
             if left <= 0:
                 return True
         return False
