@@ -67,7 +67,10 @@ class Ladder(NamedTuple):
         if not self.is_back(slots[-1]):
             return self.front.is_chain(slots)
         chain = self.back.chain(self.back_slot(slots[-1]), len(slots))
-        return chain is not None and all(map(self._same_block, slots, chain))
+        more = self.front.capacity
+        return chain is not None and (
+            chain == [slot - more for slot in slots] or all(map(self._same_block, slots, chain))
+        )
 
     def _same_block(self, slot: int, back: int) -> bool:
         if self.is_back(slot):
@@ -78,7 +81,7 @@ class Ladder(NamedTuple):
 
     def ends(self, slots: list[int]) -> list[int]:
         """What must be pinned of a chain so that all of it stays where it is."""
-        front = [slot for slot in slots if not self.is_back(slot)]
+        front = [slot for slot in slots if slot < self.front.capacity]
         return front[-1:] + slots[-1:] if len(front) < len(slots) else slots[-1:]
 
     def pin(self, slot: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from kvevents_service.core.eviction import EvictionQueue
 from kvevents_service.core.names import Evicted, NameTable
@@ -78,6 +78,22 @@ class LeavingTable(NameTable):
         """Where each of these can be loaded from now, if it can."""
         find, state = self.index[group].get, self._state
         return [slot if slot is not None and state[slot] == READY else None for slot in map(find, hashes)]
+
+    def pieces(self, slots: list[int]) -> Iterator[list[int]]:
+        """Neighbours of one snapshot together."""
+        metas, positions, start = self._meta, self._position, 0
+        for end in range(1, len(slots)):
+            before, slot = slots[end - 1], slots[end]
+            if metas[slot] is not metas[before] or positions[slot] != positions[before] + 1:
+                yield slots[start:end]
+                start = end
+        if slots:
+            yield slots[start:]
+
+    @property
+    def has_more_names(self) -> bool:
+        """Some block has inner names."""
+        return bool(self._more_names)
 
     def missing_in(self, other: NameTable, leaf: int) -> list[int]:
         """What the other table does not know of the chain that ends here, parents first."""

@@ -37,9 +37,9 @@ class PromotingLoads(Loads):
         flat = [slot for group in slots for slot in group]
         if not len(move):
             return self._load(loading, ids, flat)
-        for slot in move.target:
+        for slot in move.target_pins:
             self.ladder.front.pin(slot)
-        loading.pins += tuple(move.target)
+        loading.pins += tuple(move.target_pins)
         self._waiting.add(loading)
         transfer = TransferMeta(
             self.tier.next_id(), "promote", NO_SESSION, loading.load_id, move.target, move.source,
@@ -50,9 +50,9 @@ class PromotingLoads(Loads):
 
     def _move(self, slots: list[list[int]]) -> Move:
         """What of a hit gets room in the front tier; what it needs there is pinned."""
-        move = Move()
+        move, first = Move(), self.ladder.front.capacity
         for group, own in zip(self._groups, slots, strict=True):
-            behind = [self.ladder.back_slot(slot) for slot in own if self.ladder.is_back(slot)]
+            behind = [slot - first for slot in own if slot >= first]
             move.add(self.ladder.back, self._wanted(group, behind), self.tier)
         return move
 

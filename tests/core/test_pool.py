@@ -430,3 +430,10 @@ def test_slots_that_can_be_loaded_are_found_by_name() -> None:
     pool = ready_pool(ABCD, capacity=8)
     allocate(pool, EF)
     assert pool.ready_slots(0, [ABCD.hashes[2], EF.hashes[0], b"?" * 32, ABCD.hashes[0]]) == [2, None, None, 0]
+
+
+def test_neighbours_of_one_snapshot_are_one_piece() -> None:
+    pool = ready_pool(ABCD, EF, capacity=8)
+    assert list(pool.pieces([])) == []
+    assert list(pool.pieces([0, 1, 2, 3, 4, 5])) == [[0, 1, 2, 3], [4, 5]]
+    assert list(pool.pieces([2, 3, 0, 5, 4])) == [[2, 3], [0], [5], [4]]
