@@ -81,10 +81,12 @@ class Cascade(OffloadScheduler):
         self.promoting.lose_session(session_id)
 
     def step(self, session_id: int, step: Step, now: float) -> list[Command]:
-        return [*super().step(session_id, step, now), *self._demote(now)]
+        before = self.pool.allocated
+        return [*super().step(session_id, step, now), *self._demote_after(before, now)]
 
     def load(self, session_id: int, load: Load, now: float) -> list[Command]:
-        return [*super().load(session_id, load, now), *self._demote(now)]
+        before = self.pool.allocated
+        return [*super().load(session_id, load, now), *self._demote_after(before, now)]
 
     def fail(self, transfer: TransferMeta, lost: Collection[int] = ()) -> list[Command]:
         if transfer.kind == "demote":
@@ -94,6 +96,10 @@ class Cascade(OffloadScheduler):
     def tick(self, now: float) -> list[Command]:
         self.demotions.go_on()
         return [*super().tick(now), *self._demote(now)]
+
+    def _demote_after(self, allocated: int, now: float) -> list[Command]:
+        """In the same call if that has not taken many slots; else it is for `go_on`."""
+        return self._demote(now) if self.pool.allocated - allocated < self.tier.limits.slice_blocks else []
 
     def _demote(self, now: float) -> list[Command]:
         return [] if self.clearing.under_way else self.demotions.begin(now)

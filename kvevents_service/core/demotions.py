@@ -50,8 +50,7 @@ class Demotions:
 
     def begin(self, now: float) -> list[Command]:
         """Copy cold blocks if the front tier is short of room. Nothing waits for it."""
-        used = self.front.pool.allocated - self._looked_at
-        if not (self._unfinished or 4 * used >= self._headroom) or not self._possible:
+        if not self.unfinished:
             return []
         self._looked_at, self._unfinished = self.front.pool.allocated, False
         commands: list[Command] = []
@@ -61,8 +60,9 @@ class Demotions:
 
     @property
     def unfinished(self) -> bool:
-        """More was cold than one call may copy, and could be copied now."""
-        return self._unfinished and self._possible
+        """More was cold than one call may copy, or a look is due, and it could be copied now."""
+        used = self.front.pool.allocated - self._looked_at
+        return (self._unfinished or 4 * used >= self._headroom) and self._possible
 
     @property
     def _possible(self) -> bool:

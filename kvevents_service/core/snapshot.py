@@ -16,8 +16,8 @@ from kvevents_service.core.rows import Row, joined
 from kvevents_service.wire.frames import Payload
 from kvevents_service.wire.splice import event_count, spliced
 
-STEP_ROWS: Final = 128
-"""So many are looked at in one step: under a millisecond, however short they are."""
+STEP_RUNS: Final = 128
+"""So many are looked at in one step, or the runs of one row: about a millisecond, however short they are."""
 _END: Final[list[Row]] = []
 
 
@@ -64,10 +64,10 @@ def parts_of(cuts: Sequence[Cut], weight: int) -> Iterator[list[Row]]:
 
 
 def steps_of(cuts: Sequence[Cut], weight: int) -> Iterator[list[Row] | None]:
-    """The parts; None on the way to one that has many rows, each of which takes a while to find."""
+    """The parts; None on the way to one that has many runs, each of which takes a while to find."""
     part: list[Row] = []
-    left = weight
-    for number, row in enumerate((row for cut in cuts for row in joined(cut.rows())), 1):
+    left, looked_at = weight, 0
+    for row in (row for cut in cuts for row in joined(cut.rows())):
         each, start = block_weight(row.block_size), 0
         while start < row.blocks:
             if left < each and left < weight:
@@ -77,8 +77,10 @@ def steps_of(cuts: Sequence[Cut], weight: int) -> Iterator[list[Row] | None]:
             part.append(row.part(start, stop))
             left -= (stop - start) * each
             start = stop
-        if number % STEP_ROWS == 0:
+        looked_at += len(row.runs)
+        if looked_at >= STEP_RUNS:
             yield None
+            looked_at = 0
     yield part
 
 

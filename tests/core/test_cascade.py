@@ -269,6 +269,37 @@ def test_a_long_chain_is_gone_through_once_unless_it_changes(change: str, monkey
     scheduler.back.pool.check()
 
 
+@pytest.mark.parametrize("meanwhile", ["lookup", "step", "reset", "goodbye"])
+def test_what_a_large_step_makes_due_is_demoted_behind_it(meanwhile: str) -> None:
+    scheduler = two_tiers(8, slice_blocks=4)
+    copies = HeldCopies(scheduler)
+    store(copies, ABCD.part(0, 3))
+    copies.complete()
+    store(copies, EFGH)
+    assert kinds(copies) == [("store", 4)]
+    assert scheduler.unfinished
+    match meanwhile:
+        case "lookup":
+            assert lookup(copies, ABCD.part(0, 3)).blocks == 3  # leased: it stays in front all the same
+            scheduler.finish(1, "r")
+        case "step":
+            store(copies, make_chain([1, 2], 2))
+            assert kinds(copies)[1:] == [("store", 1), ("demote", 3)], "a small one does it itself"
+        case "reset":
+            copies.perform(scheduler.reset(1, Reset(5)))
+        case "goodbye":
+            scheduler.goodbye(1)
+    while scheduler.unfinished:
+        copies.perform(scheduler.go_on(0.0))
+    demoted = [transfer.blocks for transfer in copies.pending if transfer.kind == "demote"]
+    assert demoted == ([] if meanwhile == "reset" else [3])
+    while copies.pending:
+        copies.complete()
+        while scheduler.unfinished:
+            copies.perform(scheduler.go_on(0.0))
+    check(scheduler)
+
+
 def test_at_most_the_headroom_is_being_demoted_and_not_more_than_is_allowed() -> None:
     copies = HeldCopies(two_tiers(16, 64, headroom_divisor=2, max_demoting_blocks=3))
     for chain in (ABCD, EFGH, make_chain(range(100, 116), 2)):
