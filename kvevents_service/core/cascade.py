@@ -106,10 +106,12 @@ class Cascade(OffloadScheduler):
 
     @property
     def unfinished(self) -> bool:
-        return super().unfinished or self.demotions.unfinished
+        return super().unfinished or self.promoting.unfinished or self.demotions.unfinished
 
     def go_on(self, now: float) -> list[Command]:
-        return super().go_on(now) if super().unfinished else self._demote(now)
+        if super().unfinished:
+            return super().go_on(now)
+        return self.promoting.go_on() if self.promoting.unfinished else self._demote(now)
 
     @property
     def _all_landings(self) -> Sequence[Landings]:

@@ -41,7 +41,7 @@ class Limits(NamedTuple):
 
     With a tier behind: the headroom is how many blocks should be able to leave without being lost, one in
     `headroom_divisor` of the tier; no more than that are being demoted at any time.
-    `slice_blocks`: about so many one call removes by a reset, demotes or adopts; the rest is for `go_on`.
+    `slice_blocks`: about so many one call removes by a reset, demotes, promotes or adopts; the rest is for `go_on`.
     """
 
     max_pending_blocks: int = 65536

@@ -383,6 +383,106 @@ def test_one_bad_half_makes_the_load_a_miss(first: int) -> None:
     assert copies.complete() == [Loaded(9, 0)]
 
 
+def settle(copies: HeldCopies) -> list[Any]:
+    """All that is left to do, and what is answered."""
+    replies: list[Any] = []
+    while copies.pending or copies.scheduler.unfinished:
+        if copies.scheduler.unfinished:
+            replies += copies.perform(copies.scheduler.go_on(0.0))
+        if copies.pending:
+            replies += copies.complete()
+    return replies
+
+
+def sliced() -> HeldCopies:
+    """A hit of 4 blocks behind is being loaded, 2 of them are on their way to the front."""
+    copies = behind(ABCD, front=8)
+    tier = copies.scheduler.tier
+    tier.limits = tier.limits._replace(slice_blocks=2)
+    assert load(copies, lookup(copies, ABCD)) == []
+    assert kinds(copies) == [("promote", 2)]
+    assert copies.scheduler.unfinished
+    return copies
+
+
+@pytest.mark.parametrize("landed_first", [True, False])
+def test_a_long_hit_is_promoted_in_slices_and_loaded_once(landed_first: bool) -> None:
+    copies = sliced()
+    if landed_first:
+        assert copies.complete() == []
+        assert (kinds(copies), copies.scheduler.unfinished) == ([], True)
+    copies.perform(copies.scheduler.go_on(0.0))
+    assert kinds(copies) == [("promote", 2)] * (1 if landed_first else 2)
+    while copies.pending[0].kind == "promote":
+        assert copies.complete() == []
+    assert [(transfer.kind, transfer.tier, transfer.blocks) for transfer in copies.pending] == [("load", 0, 4)]
+    assert copies.complete() == [Loaded(9, 4)]
+    assert copies.scheduler.stats()["blocks_promoted"] == 4
+    assert settle(copies) == []
+    check(copies.scheduler)
+
+
+def test_a_hit_stays_where_it_is_while_others_store_between_its_slices() -> None:
+    copies = sliced()
+    for start in (300, 400, 500):
+        store(copies, make_chain(range(start, start + 8), 2))
+    replies = settle(copies)
+    assert Loaded(9, 4) in replies
+    check(copies.scheduler)
+
+
+def test_what_an_engine_stores_between_the_slices_is_not_promoted_over_it() -> None:
+    copies = sliced()
+    store(copies, ABCD)
+    assert kinds(copies) == [("promote", 2), ("store", 2)]
+    replies = settle(copies)
+    assert Loaded(9, 4) in replies
+    assert copies.scheduler.stats()["blocks_promoted"] == 2
+    assert copies.scheduler.stats()["blocks_loaded_from_disk"] == 2
+    check(copies.scheduler)
+
+
+def test_what_gets_no_room_in_its_slice_is_read_from_behind() -> None:
+    copies = behind(ABCD, front=8)
+    tier = copies.scheduler.tier
+    tier.limits = tier.limits._replace(slice_blocks=2)
+    assert lookup(copies, make_chain(range(200, 210), 2)).blocks == 5  # leased: three slots are left
+    load(copies, lookup(copies, ABCD))
+    copies.perform(copies.scheduler.go_on(0.0))
+    assert kinds(copies) == [("promote", 2), ("promote", 1)]
+    while copies.pending[0].kind == "promote":
+        copies.complete()
+    assert sorted((transfer.tier, transfer.blocks) for transfer in copies.pending) == [(0, 3), (1, 1)]
+    assert [copies.complete(), copies.complete()] == [[], [Loaded(9, 4)]]
+
+
+@pytest.mark.parametrize("landed", [True, False])
+@pytest.mark.parametrize("event", ["reset", "goodbye", "rank", "failure"])
+def test_a_promotion_that_is_cut_short_between_its_slices_is_a_miss(event: str, landed: bool) -> None:
+    copies = sliced()
+    scheduler = copies.scheduler
+    if landed and event != "failure":
+        copies.complete()
+    replies: list[Any] = []
+    match event:
+        case "reset":
+            replies += copies.perform(scheduler.reset(1, Reset(5)))
+        case "goodbye":
+            scheduler.goodbye(1)
+        case "rank":
+            scheduler.rank_gone(1)
+        case "failure":
+            replies += copies.fail()
+            assert replies == [Loaded(9, 0)], "at once"
+    replies += settle(copies)
+    assert [reply for reply in replies if isinstance(reply, Loaded)] == [Loaded(9, 0)]
+    promoted = {"failure": 0, "reset": 2 * landed}.get(
+        event, 2
+    )  # what is promoted stays, whether it is loaded or not
+    assert scheduler.stats()["blocks_promoted"] == promoted
+    check(scheduler)
+
+
 def test_two_loads_of_one_hit_do_not_promote_it_twice() -> None:
     copies = behind(ABCD)
     hits = [lookup(copies, ABCD) for _ in range(2)]
