@@ -14,6 +14,8 @@ on both. Offers go to the front one; what would leave it soon is demoted first; 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from kvevents_service.core.commands import Command
 from kvevents_service.core.demotions import Demotions
@@ -24,7 +26,6 @@ from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.names import Evicted
 from kvevents_service.core.promotions import PromotingLoads
 from kvevents_service.core.scheduler import OffloadScheduler
-from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Limits, Tier, TierSpec
 from kvevents_service.wire.control import Load, Step
 
@@ -47,11 +48,9 @@ class FrontTier(Tier):
         self._behind = back.pool
 
     def evicted(self, names: list[Evicted]) -> list[Command]:
-        whole = [(name.group, name.block_hash) for name in names if not name.inner]
-        slots = [self._behind.slot_of(*name) for name in whole]
-        self.counters["evicted_unsaved"] += sum(
-            slot is None or self._behind.state_of(slot) != READY for slot in slots
-        )
+        for group, own in groupby((name for name in names if not name.inner), attrgetter("group")):
+            hashes = [name.block_hash for name in own]
+            self.counters["evicted_unsaved"] += self._behind.ready_slots(group, hashes).count(None)
         return super().evicted(names)
 
 
@@ -82,10 +81,12 @@ class Cascade(OffloadScheduler):
         self.promoting.lose_session(session_id)
 
     def step(self, session_id: int, step: Step, now: float) -> list[Command]:
-        return [*super().step(session_id, step, now), *self._demote(now)]
+        before = self.pool.allocated
+        return [*super().step(session_id, step, now), *self._demote_after(before, now)]
 
     def load(self, session_id: int, load: Load, now: float) -> list[Command]:
-        return [*super().load(session_id, load, now), *self._demote(now)]
+        before = self.pool.allocated
+        return [*super().load(session_id, load, now), *self._demote_after(before, now)]
 
     def fail(self, transfer: TransferMeta, lost: Collection[int] = ()) -> list[Command]:
         if transfer.kind == "demote":
@@ -96,15 +97,21 @@ class Cascade(OffloadScheduler):
         self.demotions.go_on()
         return [*super().tick(now), *self._demote(now)]
 
+    def _demote_after(self, allocated: int, now: float) -> list[Command]:
+        """In the same call if that has not taken many slots; else it is for `go_on`."""
+        return self._demote(now) if self.pool.allocated - allocated < self.tier.limits.slice_blocks else []
+
     def _demote(self, now: float) -> list[Command]:
         return [] if self.clearing.under_way else self.demotions.begin(now)
 
     @property
     def unfinished(self) -> bool:
-        return super().unfinished or self.demotions.unfinished
+        return super().unfinished or self.promoting.unfinished or self.demotions.unfinished
 
     def go_on(self, now: float) -> list[Command]:
-        return super().go_on(now) if super().unfinished else self._demote(now)
+        if super().unfinished:
+            return super().go_on(now)
+        return self.promoting.go_on() if self.promoting.unfinished else self._demote(now)
 
     @property
     def _all_landings(self) -> Sequence[Landings]:

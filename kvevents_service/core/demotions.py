@@ -12,15 +12,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from typing import NamedTuple
 
 from kvevents_service.core.commands import Command, Copy
 from kvevents_service.core.landings import Landed, Landings
 from kvevents_service.core.metadata import NO_SESSION, TransferMeta
 from kvevents_service.core.moves import Move
+from kvevents_service.core.slots import NO_SLOT
 from kvevents_service.core.tier import Tier
 
 COPY_BLOCKS = 64
 """A copy takes no further chain once it has so many blocks."""
+
+
+class _Rest(NamedTuple):
+    """What is still to be copied of the chain that ends in a leaf, used then: parents first."""
+
+    leaf: int
+    used_at: int
+    slots: list[int]
 
 
 class Demotions:
@@ -36,11 +46,11 @@ class Demotions:
         self._looked_at = 0
         self._unfinished = False
         self._resting = False
+        self._rest = _Rest(NO_SLOT, 0, [])
 
     def begin(self, now: float) -> list[Command]:
         """Copy cold blocks if the front tier is short of room. Nothing waits for it."""
-        used = self.front.pool.allocated - self._looked_at
-        if not (self._unfinished or 4 * used >= self._headroom) or not self._possible:
+        if not self.unfinished:
             return []
         self._looked_at, self._unfinished = self.front.pool.allocated, False
         commands: list[Command] = []
@@ -50,8 +60,9 @@ class Demotions:
 
     @property
     def unfinished(self) -> bool:
-        """More was cold than one call may copy, and could be copied now."""
-        return self._unfinished and self._possible
+        """More was cold than one call may copy, or a look is due, and it could be copied now."""
+        used = self.front.pool.allocated - self._looked_at
+        return (self._unfinished or 4 * used >= self._headroom) and self._possible
 
     @property
     def _possible(self) -> bool:
@@ -62,12 +73,14 @@ class Demotions:
         """At most `room` blocks, coldest first."""
         pool, move = self.front.pool, Move()
         with closing(pool.coldest(self._headroom)) as coldest:
-            for missing in filter(None, (self._missing(chain[0]) for chain in coldest)):
-                wanted = missing[:room]
-                placed = move.add(pool, wanted, self.back)
+            for leaf in coldest:
+                if not (missing := self._missing(leaf)):
+                    continue
+                placed = move.add(pool, missing[:room], self.back)
+                self._rest = _Rest(leaf, pool.used_at(leaf), missing[placed:])
+                self._resting |= placed < len(missing[:room])
                 room -= placed
                 self._unfinished |= not room
-                self._resting |= placed < len(wanted)
                 if len(move) >= COPY_BLOCKS:
                     yield move
                     move = Move()
@@ -80,14 +93,21 @@ class Demotions:
         """What the tier behind lacks of the chain that ends here, parents first. What it has is kept there."""
         pool, behind = self.front.pool, self.back.pool
         group = pool.group_of(leaf, self.front.spec.groups).index
-        missing: list[int] = []
-        slot: int | None = leaf
-        while slot is not None and not behind.knows(group, pool.hash_of(slot) or b""):
-            missing.append(slot)
-            slot = pool.parent_of(slot)
-        if not missing:
+        if behind.knows(group, pool.hash_of(leaf) or b""):
             self._keep(group, pool.hash_of(leaf) or b"")
-        return missing[::-1]
+            return []
+        rest = self._rest
+        if (rest.leaf, rest.used_at) == (leaf, pool.used_at(leaf)) and self._is_next(group, rest.slots):
+            return rest.slots
+        return pool.missing_in(behind, leaf)
+
+    def _is_next(self, group: int, slots: list[int]) -> bool:
+        """Whether what is missing behind begins with the first of these."""
+        pool, behind = self.front.pool, self.back.pool
+        if not slots or behind.knows(group, pool.hash_of(slots[0]) or b""):
+            return False
+        parent = pool.parent_of(slots[0])
+        return parent is None or behind.knows(group, pool.hash_of(parent) or b"")
 
     def _keep(self, group: int, block_hash: bytes) -> None:
         """Its copy in the front tier leaves soon: the order in which blocks leave there goes on behind."""
@@ -119,5 +139,6 @@ class Demotions:
 
     def go_on(self) -> None:
         """Some time has passed: look again, whatever was found before."""
+        self.front.pool.look_anew()
         self._resting = False
         self._unfinished = True

@@ -6,6 +6,7 @@ holds the last block of a chain holds all of it, and pinning that block keeps th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvevents_service.core.pool import BlockPool
@@ -49,6 +50,14 @@ class Ladder(NamedTuple):
             return front
         return self.front.capacity + back
 
+    def ready_slots(self, group: int, hashes: Sequence[bytes]) -> list[int | None]:
+        """Where each of these can be loaded from now, if it can."""
+        front, more = self.front.ready_slots(group, hashes), self.front.capacity
+        if None not in front:
+            return front
+        both = zip(front, self.back.ready_slots(group, hashes), strict=True)
+        return [own if own is not None or behind is None else more + behind for own, behind in both]
+
     def state_of(self, slot: int) -> int:
         pool, own = self._own(slot)
         return pool.state_of(own)
@@ -58,7 +67,10 @@ class Ladder(NamedTuple):
         if not self.is_back(slots[-1]):
             return self.front.is_chain(slots)
         chain = self.back.chain(self.back_slot(slots[-1]), len(slots))
-        return chain is not None and all(map(self._same_block, slots, chain))
+        more = self.front.capacity
+        return chain is not None and (
+            chain == [slot - more for slot in slots] or all(map(self._same_block, slots, chain))
+        )
 
     def _same_block(self, slot: int, back: int) -> bool:
         if self.is_back(slot):
@@ -69,7 +81,7 @@ class Ladder(NamedTuple):
 
     def ends(self, slots: list[int]) -> list[int]:
         """What must be pinned of a chain so that all of it stays where it is."""
-        front = [slot for slot in slots if not self.is_back(slot)]
+        front = [slot for slot in slots if slot < self.front.capacity]
         return front[-1:] + slots[-1:] if len(front) < len(slots) else slots[-1:]
 
     def pin(self, slot: int) -> None:

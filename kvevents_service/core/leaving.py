@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 
 from kvevents_service.core.eviction import EvictionQueue
 from kvevents_service.core.free_slots import FreeSlots
@@ -17,6 +17,7 @@ class LeavingTable(NameTable):
         super().__init__(capacity, groups)
         self._free = FreeSlots(capacity)
         self._queue = EvictionQueue(capacity)
+        self._reaches: dict[int, tuple[int, int]] = {}
 
     @property
     def free_slots(self) -> int:
@@ -29,34 +30,82 @@ class LeavingTable(NameTable):
         if self._is_evictable(slot):
             self._queue.offer(slot)
 
-    def coldest(self, blocks: int) -> Generator[list[int], None, None]:
-        """About so many blocks that would leave next: chains of what would leave together, leaf first.
+    def coldest(self, blocks: int) -> Generator[int, None, None]:
+        """The leaves of what would leave next, as many as would leave with about so many blocks.
 
         Nothing may leave before this is read to its end or closed.
         """
-        looked_at: list[int] = []
+        looked_at: dict[int, tuple[int, int]] = {}
         try:
             found = 0
             while found < blocks and (slot := self._queue.pop()) is not None:
                 if self._is_evictable(slot):
-                    looked_at.append(slot)
-                    leaving = self._leaving_with(slot, blocks - found)
-                    found += len(leaving)
-                    yield leaving
+                    looked_at[slot] = self._reach_of(slot, blocks - found)
+                    found += looked_at[slot][1]
+                    yield slot
         finally:
+            self._reaches = looked_at
             for slot in looked_at:
                 self._queue.offer(slot)
 
-    def _leaving_with(self, leaf: int, most: int) -> list[int]:
-        """A leaf and the parents that nothing else keeps, unused since their child."""
-        stamps, leaving = self._queue.stamps, [leaf]
-        parent = self._parent[leaf]
-        while parent != NO_SLOT and len(leaving) < most:
-            if self._children[parent] > 1 or self._pins[parent] or stamps[parent] > stamps[leaf]:
+    def _reach_of(self, leaf: int, most: int) -> tuple[int, int]:
+        """When it was used, and how many leave with it: itself and the parents that nothing else keeps, unused
+        since their child. Of one that was seen in the last look, as it was then."""
+        used, blocks = self._reaches.get(leaf, (0, 0))
+        if used == self.used_at(leaf):
+            return used, blocks
+        blocks = self._leaving_with(leaf, most)
+        return (self.used_at(leaf) if blocks < most else 0), blocks  # 0: there may be more, it is not as seen
+
+    def look_anew(self) -> None:
+        """What `coldest` has seen may have changed since."""
+        self._reaches = {}
+
+    def used_at(self, slot: int) -> int:
+        """When it was last used; only the order means something. While it stays, the slot holds the same block."""
+        return self._queue.stamps[slot]
+
+    def _leaving_with(self, leaf: int, most: int) -> int:
+        stamps, parents, children, pins = self._queue.stamps, self._parent, self._children, self._pins
+        blocks, used, parent = 1, stamps[leaf], parents[leaf]
+        while parent != NO_SLOT and blocks < most:
+            if children[parent] > 1 or pins[parent] or stamps[parent] > used:
                 break
-            leaving.append(parent)
-            parent = self._parent[parent]
-        return leaving
+            blocks += 1
+            parent = parents[parent]
+        return blocks
+
+    def ready_slots(self, group: int, hashes: Sequence[bytes]) -> list[int | None]:
+        """Where each of these can be loaded from now, if it can."""
+        find, state = self.index[group].get, self._state
+        return [slot if slot is not None and state[slot] == READY else None for slot in map(find, hashes)]
+
+    def pieces(self, slots: list[int]) -> Iterator[list[int]]:
+        """Neighbours of one snapshot together."""
+        metas, positions, start = self._meta, self._position, 0
+        for end in range(1, len(slots)):
+            before, slot = slots[end - 1], slots[end]
+            if metas[slot] is not metas[before] or positions[slot] != positions[before] + 1:
+                yield slots[start:end]
+                start = end
+        if slots:
+            yield slots[start:]
+
+    @property
+    def has_more_names(self) -> bool:
+        """Some block has inner names."""
+        return bool(self._more_names)
+
+    def missing_in(self, other: NameTable, leaf: int) -> list[int]:
+        """What the other table does not know of the chain that ends here, parents first."""
+        group, names, parents, knows = self._group[leaf], self._hash, self._parent, other.knows
+        missing: list[int] = []
+        slot = leaf
+        while slot != NO_SLOT and not knows(group, names[slot] or b""):
+            missing.append(slot)
+            slot = parents[slot]
+        missing.reverse()
+        return missing
 
     def _make_room(self, wanted: int) -> list[Evicted]:
         evicted: list[Evicted] = []

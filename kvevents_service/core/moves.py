@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 import msgspec
 
@@ -17,16 +16,17 @@ from kvevents_service.core.tier import Tier
 class Move:
     """Blocks that are to be copied: `source[i]` to `target[i]`; what will be announced, and what had to leave.
 
-    `pins`: slots of the source that keep all of them.
+    `pins`: slots of the source that keep all of them; `target_pins`: those of the target.
     """
 
-    __slots__ = ("evicted", "pins", "runs", "source", "target")
+    __slots__ = ("evicted", "pins", "runs", "source", "target", "target_pins")
 
     def __init__(self) -> None:
         self.source, self.target = array("i"), array("i")
         self.runs: list[StoreRun] = []
         self.evicted: list[Evicted] = []
         self.pins: list[int] = []
+        self.target_pins: list[int] = []
 
     def __len__(self) -> int:
         return len(self.source)
@@ -37,13 +37,15 @@ class Move:
         Those behind the first one that got none get none. The caller pins `pins`, before anything else can leave.
         """
         before = len(self)
-        for piece in _pieces(source, slots):
+        for piece in source.pieces(slots):
             if self._add_piece(source, piece, target) < len(piece):
                 break
         placed = self.source[before:].tolist()
         if placed:
             prefix = source.group_of(placed[0], target.spec.groups).kind in PREFIX_KINDS
+            put = self.target[before:].tolist()
             self.pins += source.ends(placed) if prefix else placed
+            self.target_pins += target.pool.ends(put) if prefix else put
         return len(placed)
 
     def _add_piece(self, source: BlockPool, piece: list[int], target: Tier) -> int:
@@ -66,18 +68,11 @@ class Move:
 
 def _inner_names(source: BlockPool, piece: list[int], slots: list[int], target: Tier) -> tuple[BlockStoreMeta, ...]:
     """The inner names of these blocks that no other block of the target has."""
+    if not source.has_more_names:
+        return ()
     own = [
         (slot, msgspec.structs.replace(meta, medium=target.spec.medium))
         for from_slot, slot in zip(piece, slots, strict=False)
         for meta in source.more_names(from_slot)
     ]
     return tuple(meta for slot, meta in own if target.pool.add_name(slot, meta))
-
-
-def _pieces(pool: BlockPool, slots: list[int]) -> Iterator[list[int]]:
-    """Neighbours of one snapshot together."""
-    start = 0
-    for end in range(1, len(slots) + 1):
-        if end == len(slots) or not pool.follows(slots[end - 1], slots[end]):
-            yield slots[start:end]
-            start = end

@@ -11,6 +11,7 @@ inner name of that prefix; a state only if it has that name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from kvevents_service.core.groups import FINE_KINDS, PREFIX_KINDS, alignment, needed_blocks
@@ -23,6 +24,7 @@ class Readable(Protocol):
 
     def ready_prefix(self, group: int, packed: bytes, hash_bytes: int) -> int: ...
     def slot_of(self, group: int, block_hash: bytes) -> int | None: ...
+    def ready_slots(self, group: int, hashes: Sequence[bytes]) -> list[int | None]: ...
     def inner_slot(self, group: int, block_hash: bytes) -> int | None: ...
     def state_of(self, slot: int) -> int: ...
     def is_chain(self, slots: list[int]) -> bool: ...
@@ -50,9 +52,12 @@ class PrefixQuery(NamedTuple):
         unit = (tokens - self.start_tokens) // self.hash_tokens - 1
         return self.packed[unit * self.hash_bytes : (unit + 1) * self.hash_bytes]
 
-    def block_hash(self, group: GroupSpec, block: int) -> bytes:
-        """The hash of a logical block at or after `start_tokens`."""
-        return self.hash_at((block + 1) * group.block_size)
+    def block_hashes(self, group: GroupSpec, blocks: range) -> list[bytes]:
+        """The hashes of logical blocks at or after `start_tokens`."""
+        packed, size = self.packed, self.hash_bytes
+        each = group.block_size // self.hash_tokens * size
+        last = ((blocks.start + 1) * group.block_size - self.start_tokens) // self.hash_tokens * size
+        return [packed[end - size : end] for end in range(last, last + each * len(blocks), each)]
 
     def first_units(self, tokens: int) -> bytes:
         """The packed hashes of the units up to `tokens`."""
@@ -117,7 +122,7 @@ def _longest_chain(pool: Readable, group: GroupSpec, query: PrefixQuery, tokens:
         blocks = pool.ready_prefix(group.index, query.first_units(tokens), query.hash_bytes)
     else:
         wanted = range(query.start_tokens // group.block_size, tokens // group.block_size)
-        packed = b"".join(query.block_hash(group, block) for block in wanted)
+        packed = b"".join(query.block_hashes(group, wanted))
         blocks = pool.ready_prefix(group.index, packed, query.hash_bytes)
     return (query.start_tokens + blocks * group.block_size) // step * step
 
@@ -166,7 +171,9 @@ def slots_of(pool: Readable, group: GroupSpec, query: PrefixQuery, tokens: int) 
     None, too, where a prefix kind's blocks are no chain: then the pin on the last would not keep the others.
     """
     wanted = needed_blocks(group, tokens, query.start_tokens)
-    slots = [loadable(pool, group, query, block, tokens) for block in wanted]
+    whole = range(wanted.start, max(wanted.start, min(wanted.stop, tokens // group.block_size)))
+    slots = pool.ready_slots(group.index, query.block_hashes(group, whole))
+    slots += [loadable(pool, group, query, block, tokens) for block in wanted[len(whole) :]]
     found = [slot for slot in slots if slot is not None]
     if len(found) < len(slots):
         return None

@@ -83,13 +83,6 @@ class SlotTable:
 
     # a run of slots
 
-    def follows(self, before: int, slot: int) -> bool:
-        """These are neighbours in one snapshot."""
-        meta = self._meta[slot]
-        return (
-            meta is not None and meta is self._meta[before] and self._position[slot] == self._position[before] + 1
-        )
-
     def run_of(self, slots: list[int]) -> BlockStoreMeta:
         """The snapshot of indexed blocks that follow each other."""
         meta, start = self._meta[slots[0]], self._position[slots[0]]

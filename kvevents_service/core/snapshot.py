@@ -6,7 +6,7 @@ It is rendered piece by piece, so that lookups come in between, and read while i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvevents_service.core.announce import EVENT_WEIGHT, MAX_BATCH_EVENTS
 from kvevents_service.core.cut import Cut
@@ -15,6 +15,10 @@ from kvevents_service.core.press import Press
 from kvevents_service.core.rows import Row, joined
 from kvevents_service.wire.frames import Payload
 from kvevents_service.wire.splice import event_count, spliced
+
+STEP_RUNS: Final = 128
+"""So many are looked at in one step, or the runs of one row: about a millisecond, however short they are."""
+_END: Final[list[Row]] = []
 
 
 class MessageLimits(NamedTuple):
@@ -56,8 +60,13 @@ def most_parts(cuts: Sequence[Cut], weight: int) -> int:
 
 def parts_of(cuts: Sequence[Cut], weight: int) -> Iterator[list[Row]]:
     """Everything, cut so that each part is filled before the next begins. One part at least."""
+    return (part for part in steps_of(cuts, weight) if part is not None)
+
+
+def steps_of(cuts: Sequence[Cut], weight: int) -> Iterator[list[Row] | None]:
+    """The parts; None on the way to one that has many runs, each of which takes a while to find."""
     part: list[Row] = []
-    left = weight
+    left, looked_at = weight, 0
     for row in (row for cut in cuts for row in joined(cut.rows())):
         each, start = block_weight(row.block_size), 0
         while start < row.blocks:
@@ -68,6 +77,10 @@ def parts_of(cuts: Sequence[Cut], weight: int) -> Iterator[list[Row]]:
             part.append(row.part(start, stop))
             left -= (stop - start) * each
             start = stop
+        looked_at += len(row.runs)
+        if looked_at >= STEP_RUNS:
+            yield None
+            looked_at = 0
     yield part
 
 
@@ -92,7 +105,7 @@ class Snapshot:
         self._joined: bytes | None = None
         self._ts = ts
         self._press = Press()
-        self._rest = parts_of(cuts, weight)
+        self._rest = steps_of(cuts, weight)
 
     def __repr__(self) -> str:
         state = "failed" if self.failed else "done" if self.done else "growing"
@@ -112,10 +125,13 @@ class Snapshot:
         return len(self.parts) if self.done else self._most_parts
 
     def render_next(self) -> None:
-        """One part more, or `done`. Any error: it cannot be rendered, it has `failed` and is done."""
+        """One part more, a step towards it, or `done`. Any error: it cannot be rendered, it has `failed` and is
+        done."""
         try:
-            part = next(self._rest, None)
+            part = next(self._rest, _END)
             if part is None:
+                return
+            if part is _END:
                 self.done = True
                 return
             payload = self.encoding.press(part, self._ts, self._press, clear=not self.parts)

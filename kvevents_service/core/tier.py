@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from kvevents_service.core.commands import Command, Publish
 from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun, StoreRun
@@ -15,6 +17,9 @@ from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec
 from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
+
+_KIND_OF: Final = attrgetter("group", "inner")
+_HASH_OF: Final = attrgetter("block_hash")
 
 
 class TierSpec(NamedTuple):
@@ -36,7 +41,7 @@ class Limits(NamedTuple):
 
     With a tier behind: the headroom is how many blocks should be able to leave without being lost, one in
     `headroom_divisor` of the tier; no more than that are being demoted at any time.
-    `slice_blocks`: about so many one call removes by a reset, demotes or adopts; the rest is for `go_on`.
+    `slice_blocks`: about so many one call removes by a reset, demotes, promotes or adopts; the rest is for `go_on`.
     """
 
     max_pending_blocks: int = 65536
@@ -111,8 +116,8 @@ class Tier:
         if not names:
             return []
         gone: dict[tuple[int, bool], list[bytes]] = {}
-        for group, block_hash, inner in names:
-            gone.setdefault((group, inner), []).append(block_hash)
+        for kind, own in groupby(names, _KIND_OF):
+            gone.setdefault(kind, []).extend(map(_HASH_OF, own))
         return [self.removal([Forgotten(group, hashes, inner) for (group, inner), hashes in gone.items()])]
 
     def lose(self, slots: Iterable[int]) -> list[Command]:

@@ -116,7 +116,11 @@ class Admin:
         return Response(HTTPStatus.OK, _PAGE.read_bytes(), "text/html; charset=utf-8")
 
     async def _scrape(self) -> Response:
-        return Response(HTTPStatus.OK, self._metrics.text(), CONTENT_TYPE)
+        pieces = []
+        for piece in self._metrics.pieces():
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        return Response(HTTPStatus.OK, b"".join(pieces), CONTENT_TYPE)
 
     async def _state(self) -> Response:
         return Response(HTTPStatus.OK, self._encoded(), JSON)

@@ -14,6 +14,7 @@ from kvevents_service.service.copy_meter import CopyMeter
 from kvevents_service.service.open_tier import OpenTier
 from kvevents_service.service.rarely import is_told
 from kvevents_service.service.roster import Session
+from kvevents_service.service.rota import Rota
 from kvevents_service.transfer.worker import CopyFailed, OwnerGone, TransferFuture
 
 log = logging.getLogger(__name__)
@@ -22,13 +23,14 @@ log = logging.getLogger(__name__)
 class Copies:
     """Starts copies and tells the scheduler how they ended. `perform` does what it says then."""
 
-    def __init__(self, perform: Callable[[Iterable[Command]], None], meter: CopyMeter) -> None:
+    def __init__(self, perform: Callable[[Iterable[Command]], None], meter: CopyMeter, rota: Rota) -> None:
         self.reports = RankReports()
         self.running = self.failed = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self._perform = perform
         self._meter = meter
+        self._rota = rota
 
     def __repr__(self) -> str:
         return f"<Copies running={self.running} failed={self.failed}>"
@@ -51,7 +53,10 @@ class Copies:
                 holder.copies += 1
             self.running += 1
             future = lane.submit(transfer, memory, None if engine is None else engine.mark)
-            future.add_done_callback(partial(self._rank_ended, rank, holder, engine, tier))
+            future.add_done_callback(partial(self._report, partial(self._rank_ended, rank, holder, engine, tier)))
+
+    def _report(self, rank_ended: Callable[[TransferFuture], None], future: TransferFuture) -> None:
+        self._rota.take(partial(rank_ended, future))
 
     def _rank_ended(
         self, rank: int, holder: Session | None, engine: Session | None, tier: OpenTier, future: TransferFuture

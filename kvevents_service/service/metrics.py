@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,7 @@ from kvevents_service.service.source_families import SOURCES
 from kvevents_service.version import VERSION
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+PIECE_FAMILIES: Final = 8
 
 FAULTS: Final = (
     "copies_failed",
@@ -58,28 +59,35 @@ FAMILIES: Final = (
 )  # fmt: skip
 
 
-class MetricsCollector(Collector):
-    """Reads the instruments anew for every scrape."""
-
-    def __init__(self, instruments: Instruments) -> None:
-        self._instruments = instruments
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        reading = Reading(self._instruments)
-        for family in FAMILIES:
-            yield family.metric(reading)
-
-
 class Metrics:
     """What `/metrics` answers: our own, and those of the process (memory, descriptors, CPU)."""
 
     def __init__(self, instruments: Instruments) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(MetricsCollector(instruments))
-        ProcessCollector(registry=self._registry)
+        self._instruments = instruments
+        self._process = ProcessCollector(registry=None)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        """The whole page."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """The page, some families at a time: all of it takes as long as many lookups. Read anew each time."""
+        reading = Reading(self._instruments)
+        for start in range(0, len(FAMILIES), PIECE_FAMILIES):
+            yield _written([family.metric(reading) for family in FAMILIES[start : start + PIECE_FAMILIES]])
+        yield _written(self._process.collect())
+
+
+class _Written(Collector):
+    """What has been read already."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def _written(metrics: Iterable[Metric]) -> bytes:
+    """As Prometheus reads them: the text of a page is that of its families, one behind the other."""
+    return generate_latest(_Written(metrics))

@@ -19,13 +19,14 @@ from kvevents_service.errors import WireError
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.outputs import Sink
 from kvevents_service.service.rarely import is_told
+from kvevents_service.service.rota import Rota
 from kvevents_service.service.tally import Tally
 from kvevents_service.wire.splice import spliced
 
 log = logging.getLogger(__name__)
 
-BATCHES_PER_TURN = 16
-"""After so many batches the coroutine lets lookups have the loop."""
+BATCHES_PER_TURN = 4
+"""After so many batches it is the turn of others."""
 BLOCKS_PER_BATCH = 256
 """A batch of more counts as several."""
 
@@ -47,6 +48,7 @@ class Publisher:
         self.outputs = outputs
         self.heartbeats = self.encode_failed = self.state_write_failed = 0
         self.turns = 0
+        self.rota = Rota()
         self.tally = Tally(_key_of_all(encodings))
         self.more_stats: Callable[[], dict[str, int]] = dict
         self.tell: Callable[[], bool] = lambda: False
@@ -91,10 +93,7 @@ class Publisher:
         while True:
             await self._woken()
             await self._reserve_ahead()
-            self.turns += 1
-            if self.send_pending(BATCHES_PER_TURN) >= BATCHES_PER_TURN:
-                self._wake.set()
-                await asyncio.sleep(0)
+            await self.rota.run(self._send_some)
 
     async def _woken(self) -> None:
         try:
@@ -104,9 +103,20 @@ class Publisher:
             self.heartbeat()
         self._wake.clear()
 
+    def _send_some(self) -> bool:
+        self.turns += 1
+        if self.send_pending(BATCHES_PER_TURN) < BATCHES_PER_TURN:
+            return False
+        self._wake.set()
+        return not self._runs_out
+
+    @property
+    def _runs_out(self) -> bool:
+        return self._numbers is not None and self._numbers.runs_out(self.journal.next_seq)
+
     async def _reserve_ahead(self) -> None:
         """Write the next reservation off the loop, before it is needed."""
-        if self._numbers is not None and self._numbers.runs_out(self.journal.next_seq):
+        if self._numbers is not None and self._runs_out:
             seq = self._numbers.reserved
             await asyncio.get_running_loop().run_in_executor(None, self._cover, seq)
 

@@ -1,4 +1,4 @@
-"""Answers for late readers: a snapshot is cut when one asks, and rendered some parts a turn of the loop."""
+"""Answers for late readers: a snapshot is cut when one asks, and rendered part by part."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 TICK_S: Final = 1.0
 RETRY_S: Final = 0.01
-TURN_BYTES: Final = 512 * 1024
-"""Rendered in one turn of the loop: about a millisecond."""
 
 
 class Renderer:
@@ -71,8 +69,7 @@ class Renderer:
         while True:
             self.teller.poll()
             if self.recovery.rendering is not None:
-                self._render()
-                await asyncio.sleep(0)
+                await self._publisher.rota.run(self._render)
                 continue
             if self.teller.rendered:
                 self._publisher.wake()
@@ -82,18 +79,18 @@ class Renderer:
             self._wake.clear()
             self.recovery.forget_old()
 
-    def _render(self) -> None:
+    def _render(self) -> bool:
+        """A part more; False if that was all of it."""
         snapshot = self.recovery.rendering
         assert snapshot is not None, "called while one is rendered"
-        enough = snapshot.bytes + TURN_BYTES
         try:
-            while not snapshot.done and snapshot.bytes < enough:
-                snapshot.render_next()
+            snapshot.render_next()
         except Exception as error:
             self.failed += 1
             if is_told(self.failed):
                 known, text = isinstance(error, WireError), "no snapshot at %d (%d so far): %s"
                 log.error(text, snapshot.upto, self.failed, error, exc_info=None if known else error)
+        return not snapshot.done
 
     def stats(self) -> dict[str, int]:
         return {**self.recovery.stats(), **self.teller.stats(), "snapshots_failed": self.failed}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvevents_service.errors import ControlError, WireError
+from kvevents_service.service.rota import Piece
 from kvevents_service.service.sidecar import Sidecar
 from kvevents_service.transfer.memory import SessionMemory
 from kvevents_service.wire.control import (
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 MAX_UNREAD_BYTES = 32 * 1024 * 1024
 """Answers a peer may leave unread before it is taken for dead."""
 CLOSE_S = 5.0
-FRAMES_PER_TURN, BYTES_PER_TURN = 32, 1 << 15
 
 
 class EngineSession(asyncio.Protocol):
@@ -51,8 +51,11 @@ class EngineSession(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._sidecar = sidecar
         self._reader = FrameReader()
-        self._frames: deque[bytes | memoryview] = deque()
-        self._paused = False
+        self._arrived: deque[bytes | memoryview | WireError | None] = deque()
+        """Frames; a broken frame border; None, the end of what the peer sends."""
+        self._under_way: Piece | None = None
+        """What is left of the frame before: it is through before the next is taken."""
+        self._waits = self._paused = False
         self._transport: asyncio.Transport | None = None
         self._ending = self._letting_go = False
         self._verbs: dict[type, Callable[[Any], None]] = {
@@ -80,33 +83,42 @@ class EngineSession(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self._frames.extend(self._reader.feed(data))
+            self._arrived.extend(self._reader.feed(data))
         except WireError as error:
-            self._take_turn()
-            self._refuse(None, "bad_frame", error.field, error.expected)
-            self.end()
-        else:
-            self._take_turn()
+            self._arrived.append(error)
+        self._await_turn()
 
-    def _take_turn(self) -> None:
-        """Take what has arrived, some frames a turn of the loop: no engine keeps the others waiting."""
-        frames = taken = 0
-        while self._frames and frames < FRAMES_PER_TURN and taken < BYTES_PER_TURN:
-            frames, taken = frames + 1, taken + len(self._frames[0])
-            self._take(self._frames.popleft())
-        if self._frames and not self._paused and self._transport is not None:
+    def _await_turn(self) -> None:
+        """Each frame is a piece of the rota: no engine keeps the others waiting. What waits here is one read."""
+        if self._arrived and not self._waits:
+            self._waits = True
+            self._sidecar.rota.take(self._take_next)
+        if self._waits and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._next_turn)
 
-    def _next_turn(self) -> None:
-        self._paused = False
-        self._take_turn()
-        if not self._paused and self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+    def _take_next(self) -> bool:
+        try:
+            self._take_piece()
+        except BaseException:
+            self.abort()  # as asyncio does when data_received raises
+            raise
+        self._waits = bool(self._arrived) or self._under_way is not None
+        if self._paused and not self._waits:
+            self._paused = False
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
+        return self._waits
+
+    def _take_piece(self) -> None:
+        if self._under_way is None:
+            self._take(self._arrived.popleft())
+        elif self._transport is None or self._ending or not self._under_way():
+            self._under_way = None
 
     def eof_received(self) -> bool:
-        self.end()
+        self._arrived.append(None)
+        self._await_turn()
         return True  # keep our side open: we close when no copy touches the peer's memory
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -116,9 +128,18 @@ class EngineSession(asyncio.Protocol):
 
     # frames
 
-    def _take(self, body: bytes | memoryview) -> None:
-        if self._ending:
+    def _take(self, body: bytes | memoryview | WireError | None) -> None:
+        if self._ending or self._transport is None:
             return
+        if body is None:
+            self.end()
+        elif isinstance(body, WireError):
+            self._refuse(None, "bad_frame", body.field, body.expected)
+            self.end()
+        else:
+            self._take_frame(body)
+
+    def _take_frame(self, body: bytes | memoryview) -> None:
         try:
             message = decode_client(body)
         except WireError as error:
@@ -230,7 +251,15 @@ class EngineSession(asyncio.Protocol):
         self._sidecar.reset(self.session_id, reset)
 
     def _inspect(self, inspect: Inspect) -> None:
-        self.send(self._sidecar.inspect(inspect.call_id, residents=inspect.residents))
+        inspection = self._sidecar.inspect(inspect.call_id, residents=inspect.residents)
+
+        def go_on() -> bool:
+            more = inspection.go_on()
+            if not more:
+                self.send(inspection.inspected())
+            return more
+
+        self._under_way = go_on if go_on() else None
 
     def _wrong_verb(self, message: ClientMessage) -> None:
         name = type(message).__name__.lower()

@@ -23,20 +23,19 @@ from kvevents_service.errors import ControlError
 from kvevents_service.service.copies import Copies
 from kvevents_service.service.copy_meter import CopyMeter
 from kvevents_service.service.disk_watch import DiskWatch
+from kvevents_service.service.inspection import Inspection
 from kvevents_service.service.open_tier import BlockSizes, OpenTier, Tiers, carry_on
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.roster import Engine, Head, Roster, Session
 from kvevents_service.transfer.cuda_device import device_stats
 from kvevents_service.transfer.memory import SessionMemory
 from kvevents_service.transfer.worker import CLOSE_S
-from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Inspected, Reset, Residents, Welcome
+from kvevents_service.wire.control import PROTOCOL_VERSION, Hello, Reset, Welcome
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 HASH_BYTES = range(8, 65)
-KEY_BYTES = 8
-"""An inspection names blocks by the last 8 bytes of their hash, as the event stream does."""
 
 
 class Sidecar:
@@ -52,7 +51,8 @@ class Sidecar:
         self.draining = False
         self.errors: Counter[str] = Counter()
         self.meter = CopyMeter(clock)
-        self.copies = Copies(self.perform, self.meter)
+        self.rota = publisher.rota
+        self.copies = Copies(self.perform, self.meter, self.rota)
         self._tiers = Tiers(config, clock)
         self._watch = DiskWatch(self._of_disk)
         self._bytes_moved = 0
@@ -219,13 +219,17 @@ class Sidecar:
                 self.perform(self.tier.scheduler.tick(self.clock()))
 
     async def _go_on(self) -> None:
-        """A slice a turn of the loop: lookups come in between, and what the last slice said is sent."""
+        """Slice by slice: lookups come in between, and what the last slice said is sent."""
         while True:
             await self._more.wait()
             self._more.clear()
-            if self.tier is not None and not self.draining:
-                self.perform(self.tier.scheduler.go_on(self.clock()))
-            await asyncio.sleep(0)
+            await self.rota.run(self._slice)
+
+    def _slice(self) -> bool:
+        if self.tier is None or self.draining or not self.tier.scheduler.unfinished:
+            return False
+        self.perform(self.tier.scheduler.go_on(self.clock()))
+        return True
 
     async def drained(self) -> None:
         """Admit nobody and wait until no copy is under way."""
@@ -249,6 +253,7 @@ class Sidecar:
             tasks = [task for lanes in tier.all_lanes for task in lanes.tasks]
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
+            self.rota.finish()  # the ends of the last copies
         self._watch.look()
         if not self._hung:  # else something still reads or writes there
             self._tiers.close()
@@ -289,15 +294,10 @@ class Sidecar:
         unsaved = self.tier.scheduler.tier.counters["evicted_unsaved"] if self.tier is not None else 0
         return {**self._tiers.stats(), "evicted_unsaved": unsaved}
 
-    def inspect(self, call_id: int, *, residents: bool) -> Inspected:
+    def inspect(self, call_id: int, *, residents: bool) -> Inspection:
         """Counters, and the resident set as of batch `next_seq` - 1."""
         tiers = self.tier.scheduler.tiers if residents and self.tier is not None else ()
-        shelves = [
-            Residents(tier.spec.medium, group, b"".join(name[-KEY_BYTES:] for name in tier.pool.ready_names(group)))
-            for tier in tiers
-            for group in range(len(tier.pool.index))
-        ]
-        return Inspected(call_id, self.publisher.journal.next_seq, KEY_BYTES, self.stats(), shelves)
+        return Inspection(call_id, self.publisher.journal.next_seq, self.stats(), tiers)
 
 
 def _head(hello: Hello) -> Head:

@@ -11,6 +11,7 @@ from core.prompts import Path, hashes, offer, with_inner, with_tail
 from kvevents_service.core.cascade import Cascade
 from kvevents_service.core.commands import Copy, Keep, Publish, Reply
 from kvevents_service.core.metadata import BlockStoreMeta, RemovedRun, StoreRun, snapshot
+from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.slots import READY
 from kvevents_service.core.tier import Limits, TierSpec
@@ -234,6 +235,71 @@ def test_what_is_cold_is_demoted_in_slices_as_fast_as_others_let_it() -> None:
     assert not copies.scheduler.unfinished
 
 
+@pytest.mark.parametrize("change", ["none", "lost", "adopted", "touched"])
+def test_a_long_chain_is_gone_through_once_unless_it_changes(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slices follow each other; what has come or gone behind meanwhile is seen."""
+    scheduler, seen = two_tiers(16, 16, slice_blocks=2), []
+    missing_in = BlockPool.missing_in
+
+    def counted(pool: BlockPool, other: BlockPool, leaf: int) -> list[int]:
+        seen.append(leaf)
+        return missing_in(pool, other, leaf)
+
+    monkeypatch.setattr(BlockPool, "missing_in", counted)
+    copies, chain = HeldCopies(scheduler), make_chain(range(16), 2)
+    store(copies, chain)
+    copies.complete()
+    tick(copies)
+    copies.complete()
+    match change:
+        case "lost":
+            copies.perform(scheduler.back.lose([1]))
+        case "adopted":
+            offer_of = chain.part(2, 4).offer(range(2))
+            run = StoreRun(snapshot(offer_of, ONE[0], "STORAGE", 32), [8, 9])
+            copies.perform(scheduler.back.adopt([run]))
+        case "touched":
+            scheduler.pool.touch(7)
+    while scheduler.unfinished:
+        copies.perform(scheduler.go_on(0.0))
+        while copies.pending:
+            copies.complete()
+    assert scheduler.back.pool.ready_names(0) == list(chain.hashes)
+    assert seen == [7] if change == "none" else seen == [7, 7]
+    scheduler.back.pool.check()
+
+
+@pytest.mark.parametrize("meanwhile", ["lookup", "step", "reset", "goodbye"])
+def test_what_a_large_step_makes_due_is_demoted_behind_it(meanwhile: str) -> None:
+    scheduler = two_tiers(8, slice_blocks=4)
+    copies = HeldCopies(scheduler)
+    store(copies, ABCD.part(0, 3))
+    copies.complete()
+    store(copies, EFGH)
+    assert kinds(copies) == [("store", 4)]
+    assert scheduler.unfinished
+    match meanwhile:
+        case "lookup":
+            assert lookup(copies, ABCD.part(0, 3)).blocks == 3  # leased: it stays in front all the same
+            scheduler.finish(1, "r")
+        case "step":
+            store(copies, make_chain([1, 2], 2))
+            assert kinds(copies)[1:] == [("store", 1), ("demote", 3)], "a small one does it itself"
+        case "reset":
+            copies.perform(scheduler.reset(1, Reset(5)))
+        case "goodbye":
+            scheduler.goodbye(1)
+    while scheduler.unfinished:
+        copies.perform(scheduler.go_on(0.0))
+    demoted = [transfer.blocks for transfer in copies.pending if transfer.kind == "demote"]
+    assert demoted == ([] if meanwhile == "reset" else [3])
+    while copies.pending:
+        copies.complete()
+        while scheduler.unfinished:
+            copies.perform(scheduler.go_on(0.0))
+    check(scheduler)
+
+
 def test_at_most_the_headroom_is_being_demoted_and_not_more_than_is_allowed() -> None:
     copies = HeldCopies(two_tiers(16, 64, headroom_divisor=2, max_demoting_blocks=3))
     for chain in (ABCD, EFGH, make_chain(range(100, 116), 2)):
@@ -315,6 +381,106 @@ def test_one_bad_half_makes_the_load_a_miss(first: int) -> None:
     copies.complete()
     assert copies.fail(first) == []
     assert copies.complete() == [Loaded(9, 0)]
+
+
+def settle(copies: HeldCopies) -> list[Any]:
+    """All that is left to do, and what is answered."""
+    replies: list[Any] = []
+    while copies.pending or copies.scheduler.unfinished:
+        if copies.scheduler.unfinished:
+            replies += copies.perform(copies.scheduler.go_on(0.0))
+        if copies.pending:
+            replies += copies.complete()
+    return replies
+
+
+def sliced() -> HeldCopies:
+    """A hit of 4 blocks behind is being loaded, 2 of them are on their way to the front."""
+    copies = behind(ABCD, front=8)
+    tier = copies.scheduler.tier
+    tier.limits = tier.limits._replace(slice_blocks=2)
+    assert load(copies, lookup(copies, ABCD)) == []
+    assert kinds(copies) == [("promote", 2)]
+    assert copies.scheduler.unfinished
+    return copies
+
+
+@pytest.mark.parametrize("landed_first", [True, False])
+def test_a_long_hit_is_promoted_in_slices_and_loaded_once(landed_first: bool) -> None:
+    copies = sliced()
+    if landed_first:
+        assert copies.complete() == []
+        assert (kinds(copies), copies.scheduler.unfinished) == ([], True)
+    copies.perform(copies.scheduler.go_on(0.0))
+    assert kinds(copies) == [("promote", 2)] * (1 if landed_first else 2)
+    while copies.pending[0].kind == "promote":
+        assert copies.complete() == []
+    assert [(transfer.kind, transfer.tier, transfer.blocks) for transfer in copies.pending] == [("load", 0, 4)]
+    assert copies.complete() == [Loaded(9, 4)]
+    assert copies.scheduler.stats()["blocks_promoted"] == 4
+    assert settle(copies) == []
+    check(copies.scheduler)
+
+
+def test_a_hit_stays_where_it_is_while_others_store_between_its_slices() -> None:
+    copies = sliced()
+    for start in (300, 400, 500):
+        store(copies, make_chain(range(start, start + 8), 2))
+    replies = settle(copies)
+    assert Loaded(9, 4) in replies
+    check(copies.scheduler)
+
+
+def test_what_an_engine_stores_between_the_slices_is_not_promoted_over_it() -> None:
+    copies = sliced()
+    store(copies, ABCD)
+    assert kinds(copies) == [("promote", 2), ("store", 2)]
+    replies = settle(copies)
+    assert Loaded(9, 4) in replies
+    assert copies.scheduler.stats()["blocks_promoted"] == 2
+    assert copies.scheduler.stats()["blocks_loaded_from_disk"] == 2
+    check(copies.scheduler)
+
+
+def test_what_gets_no_room_in_its_slice_is_read_from_behind() -> None:
+    copies = behind(ABCD, front=8)
+    tier = copies.scheduler.tier
+    tier.limits = tier.limits._replace(slice_blocks=2)
+    assert lookup(copies, make_chain(range(200, 210), 2)).blocks == 5  # leased: three slots are left
+    load(copies, lookup(copies, ABCD))
+    copies.perform(copies.scheduler.go_on(0.0))
+    assert kinds(copies) == [("promote", 2), ("promote", 1)]
+    while copies.pending[0].kind == "promote":
+        copies.complete()
+    assert sorted((transfer.tier, transfer.blocks) for transfer in copies.pending) == [(0, 3), (1, 1)]
+    assert [copies.complete(), copies.complete()] == [[], [Loaded(9, 4)]]
+
+
+@pytest.mark.parametrize("landed", [True, False])
+@pytest.mark.parametrize("event", ["reset", "goodbye", "rank", "failure"])
+def test_a_promotion_that_is_cut_short_between_its_slices_is_a_miss(event: str, landed: bool) -> None:
+    copies = sliced()
+    scheduler = copies.scheduler
+    if landed and event != "failure":
+        copies.complete()
+    replies: list[Any] = []
+    match event:
+        case "reset":
+            replies += copies.perform(scheduler.reset(1, Reset(5)))
+        case "goodbye":
+            scheduler.goodbye(1)
+        case "rank":
+            scheduler.rank_gone(1)
+        case "failure":
+            replies += copies.fail()
+            assert replies == [Loaded(9, 0)], "at once"
+    replies += settle(copies)
+    assert [reply for reply in replies if isinstance(reply, Loaded)] == [Loaded(9, 0)]
+    promoted = {"failure": 0, "reset": 2 * landed}.get(
+        event, 2
+    )  # what is promoted stays, whether it is loaded or not
+    assert scheduler.stats()["blocks_promoted"] == promoted
+    check(scheduler)
 
 
 def test_two_loads_of_one_hit_do_not_promote_it_twice() -> None:

@@ -414,3 +414,41 @@ def test_what_cannot_stand_here_is_not_adopted(run: StoreRun) -> None:
     assert adopt(pool, run) == []
     assert pool.free_slots == 4
     pool.check()
+
+
+def test_the_coldest_are_told_by_their_leaves_as_far_as_is_asked_and_may_leave_still() -> None:
+    pool = ready_pool(ABCD, EF, capacity=8)
+    for blocks, leaves in (0, []), (1, [3]), (4, [3]), (5, [3, 5]), (9, [3, 5]):
+        assert list(pool.coldest(blocks)) == leaves
+    next(pool.coldest(4))
+    assert list(pool.coldest(5)) == [3, 5]
+    pool.check()
+    assert len(allocate(pool, make_chain(range(100, 116), 2)).slots) == 8
+
+
+def test_what_leaves_with_a_leaf_is_looked_at_again_when_it_was_used_or_all_is_to_be() -> None:
+    pool = ready_pool(ABCD, EF, capacity=8)
+    assert list(pool.coldest(5)) == [3, 5]
+    pool.pin(0)
+    assert list(pool.coldest(4)) == [3], "as seen before"
+    pool.look_anew()
+    assert list(pool.coldest(4)) == [3, 5]
+    pool.unpin(0)
+    pool.touch(3)
+    assert list(pool.coldest(6)) == [5, 3]
+    assert list(pool.coldest(7)) == [5, 3]
+    pool.touch(5)
+    assert list(pool.coldest(4)) == [3]
+
+
+def test_slots_that_can_be_loaded_are_found_by_name() -> None:
+    pool = ready_pool(ABCD, capacity=8)
+    allocate(pool, EF)
+    assert pool.ready_slots(0, [ABCD.hashes[2], EF.hashes[0], b"?" * 32, ABCD.hashes[0]]) == [2, None, None, 0]
+
+
+def test_neighbours_of_one_snapshot_are_one_piece() -> None:
+    pool = ready_pool(ABCD, EF, capacity=8)
+    assert list(pool.pieces([])) == []
+    assert list(pool.pieces([0, 1, 2, 3, 4, 5])) == [[0, 1, 2, 3], [4, 5]]
+    assert list(pool.pieces([2, 3, 0, 5, 4])) == [[2, 3], [0], [5], [4]]

@@ -126,9 +126,11 @@ def test_a_lookup_asks_for_no_block_twice(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_query_names_blocks_by_their_last_unit() -> None:
     query = PrefixQuery(hashes(PROMPT, 3), 6, UNIT, HASH_BYTES)
     assert query.end_tokens == MAX_UNITS * UNIT
-    assert query.block_hash(GroupSpec(0, "mamba", 2), 3) == unit_hash(PROMPT[:4])
-    assert query.block_hash(GroupSpec(0, "mamba", 6), 1) == unit_hash(PROMPT[:6])
-    assert query.block_hash(GroupSpec(0, "mamba", 6), 7) == unit_hash(PROMPT)
+    small, large = GroupSpec(0, "mamba", 2), GroupSpec(0, "mamba", 6)
+    assert query.block_hashes(small, range(3, 5)) == [unit_hash(PROMPT[:4]), unit_hash(PROMPT[:5])]
+    assert query.block_hashes(large, range(1, 3)) == [unit_hash(PROMPT[:6]), unit_hash(PROMPT[:9])]
+    assert query.block_hashes(large, range(7, 8)) == [unit_hash(PROMPT)]
+    assert query.block_hashes(large, range(7, 7)) == []
     assert query.first_units(10) == hashes(PROMPT[:5], 3)
     assert query.first_units(6) == b""
 
@@ -145,5 +147,5 @@ def test_a_list_that_is_no_chain_finds_nothing_that_it_does_not_name(groups: Gro
     assert tokens % step_tokens(groups) == 0
     for group in cacheable(groups):
         slots = slots_of(pool, group, query, tokens)
-        names = [query.block_hash(group, number) for number in needed(group, tokens)]
+        names = [query.hash_at((number + 1) * group.block_size) for number in needed(group, tokens)]
         assert slots is None or [pool.hash_of(slot) for slot in slots] == names

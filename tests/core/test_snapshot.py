@@ -12,7 +12,16 @@ from kvevents_service.core.encoding import Encoding
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.rows import Row
-from kvevents_service.core.snapshot import MessageLimits, PartLimits, Snapshot, block_weight, most_parts, parts_of
+from kvevents_service.core.snapshot import (
+    STEP_RUNS,
+    MessageLimits,
+    PartLimits,
+    Snapshot,
+    block_weight,
+    most_parts,
+    parts_of,
+    steps_of,
+)
 from kvevents_service.errors import WireError
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.codec import MAX_PAYLOAD_BYTES, decode_batch
@@ -91,6 +100,26 @@ def test_no_part_is_heavier_than_one_block_allows(blocks: list[int], weight: int
         heavy = sum(row.blocks for row in part) * block_weight(FULL.block_size)
         assert heavy <= max(weight, EACH)
     assert len(parts) <= most_parts([cut], weight)
+
+
+def test_a_part_of_many_runs_is_made_in_steps() -> None:
+    cut = FixedCut(*(run_of(1, seed) for seed in range(2 * STEP_RUNS + 3)))
+    steps = list(steps_of([cut], 1000 * EACH))
+    assert [step and len(step) for step in steps] == [None, None, 2 * STEP_RUNS + 3]
+    made = Snapshot([cut], 7, Encoding(), PartLimits(1000 * EACH), made_at=0.0, ts=1.0)
+    parts = []
+    while not made.done:
+        made.render_next()
+        parts.append(len(made.parts))
+    assert parts == [0, 0, 1, 1]
+    assert (made.blocks, made.numbers_needed) == (2 * STEP_RUNS + 3, 1)
+
+
+def test_runs_that_continue_each_other_count_one_by_one() -> None:
+    whole = run_of(STEP_RUNS)
+    cut = FixedCut(*(whole.part(place, place + 1) for place in range(STEP_RUNS)), run_of(1, 1))
+    steps = list(steps_of([cut], 1000 * EACH))
+    assert [step and [len(row.runs) for row in step] for step in steps] == [None, [STEP_RUNS, 1]]
 
 
 def test_what_cannot_be_encoded_fails_it_and_ends_it() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kvevents_service.service.copies import Copies
 from kvevents_service.service.copy_meter import CopyMeter
+from kvevents_service.service.rota import Rota
 from kvevents_service.transfer.worker import CopyFailed, OwnerGone, TransferFuture
 
 
@@ -22,7 +23,7 @@ from kvevents_service.transfer.worker import CopyFailed, OwnerGone, TransferFutu
 async def test_an_engine_that_was_killed_is_nothing_to_warn_of(
     failure: CopyFailed, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    copies = Copies(lambda _: None, CopyMeter(lambda: 0.0))
+    copies = Copies(lambda _: None, CopyMeter(lambda: 0.0), Rota())
     meta: Any = SimpleNamespace(kind="store")
     future = TransferFuture(meta, loop=asyncio.get_running_loop())
     future.set_exception(failure)

@@ -61,7 +61,7 @@ async def test_an_engine_gets_its_bytes_back_from_the_disk_and_the_stream_says_s
         counts = await serve_a_trace(service, 48)
         assert (counts["done"], counts["requests"], counts["corrupt_blocks"]) == (True, 48, 0)
         assert counts["bytes_verified"] > 0
-        inspected = service.sidecar.inspect(1, residents=True)
+        inspected = service.sidecar.inspect(1, residents=True).inspected()
         assert inspected.stats["blocks_removed"] > 0
         assert inspected.stats["blocks_resident"] > blocks // 2
         await check(service, inspected)
@@ -77,7 +77,7 @@ async def test_ranks_on_disk(run, tmp_path: Path) -> None:
         assert await asyncio.to_thread(engine.store, chain(1, 8), list(range(8)), 10) == (8, 0)
         assert await asyncio.to_thread(engine.load, chain(1, 8), list(range(30, 38))) == 8
         assert engine.hold(list(range(30, 38)), 10)
-        await check(service, service.sidecar.inspect(1, residents=True))
+        await check(service, service.sidecar.inspect(1, residents=True).inspected())
         await asyncio.to_thread(engine.close)
     assert len(PIPELINE) == len([RankMemory(rank, shape).close() for rank, shape in enumerate(PIPELINE)])
 
@@ -109,7 +109,7 @@ async def test_a_file_that_lost_its_bytes_makes_loads_misses_and_the_sidecar_goe
         await asyncio.to_thread(mini.store, chain(2, 1), [5])  # a write makes the file grow again
         assert await asyncio.to_thread(mini.load, chain(2, 1), [20]) == 1
         assert mini.holds(20, 77)
-        await check(service, service.sidecar.inspect(1, residents=True))
+        await check(service, service.sidecar.inspect(1, residents=True).inspected())
 
 
 @pytest.mark.parametrize(
@@ -197,4 +197,4 @@ async def test_a_reset_that_the_disk_is_not_told_of_is_no_success(run, engine, t
         assert isinstance(answer, Error)
         assert (answer.call_id, answer.code, answer.field) == (5, "not_forgotten", "disk_path")
         assert service.sidecar.stats()["blocks_resident"] == 0
-        await check(service, service.sidecar.inspect(1, residents=True))
+        await check(service, service.sidecar.inspect(1, residents=True).inspected())

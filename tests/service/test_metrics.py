@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents_service.config import OutputConfig
 from kvevents_service.nats_config import NatsConfig
-from kvevents_service.service.metrics import FAMILIES, Metrics
+from kvevents_service.service.metrics import FAMILIES, PIECE_FAMILIES, Metrics
 from kvevents_service.source_config import SourceConfig
 from kvevents_service.testing import make_chain
 
@@ -37,6 +37,16 @@ def scraped(metrics: Metrics) -> dict[Sample, float]:
         for family in text_string_to_metric_families(metrics.text().decode())
         for sample in family.samples
     }
+
+
+async def test_the_page_is_made_in_pieces_that_are_all_of_it(run) -> None:
+    async with run() as service:
+        metrics = Metrics(service.instruments)
+        pieces = [piece.decode() for piece in metrics.pieces()]
+        assert len(pieces) == -(-len(FAMILIES) // PIECE_FAMILIES) + 1
+        heads = [line for piece in pieces for line in piece.splitlines() if line.startswith("# TYPE kvevents_")]
+        assert [head.split()[2] for head in heads] == [family.full_name for family in FAMILIES]
+        assert all(piece.startswith("# HELP ") and piece.endswith("\n") for piece in pieces)
 
 
 async def test_they_say_what_happened(run, engine) -> None:

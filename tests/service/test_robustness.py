@@ -226,62 +226,6 @@ async def test_a_state_directory_that_is_gone_does_not_stop_the_stream(run, engi
         assert service.publisher.stats()["state_write_failed"] >= 1
 
 
-async def test_a_flood_from_one_engine_leaves_the_loop_to_the_others(run) -> None:
-    from kvevents_service.service.session import FRAMES_PER_TURN, EngineSession
-    from kvevents_service.wire.control import Inspect
-
-    async with run() as service:
-        session = EngineSession(99, service.sidecar, None, "observer")
-        transport = CountingTransport()
-        session.connection_made(transport)
-        session.data_received(b"".join(bytes(encode_message(Inspect(n))) for n in range(3 * FRAMES_PER_TURN)))
-        assert (transport.writes, transport.paused) == (FRAMES_PER_TURN, 1)
-        async with asyncio.timeout(10):
-            while transport.resumed == 0:
-                await asyncio.sleep(0)
-        assert transport.writes == 3 * FRAMES_PER_TURN
-
-
-async def test_of_large_frames_one_is_taken_a_turn_of_the_loop(run) -> None:
-    from kvevents_service.service.session import BYTES_PER_TURN, EngineSession
-    from kvevents_service.wire.control import Lookup
-
-    async with run() as service:
-        session = EngineSession(99, service.sidecar, None, "observer")  # who may not ask: an answer to each
-        transport = CountingTransport()
-        session.connection_made(transport)
-        large = [bytes(encode_message(Lookup(n, "r", bytes(BYTES_PER_TURN)))) for n in range(3)]
-        session.data_received(b"".join(large))
-        assert (transport.writes, transport.paused) == (1, 1)
-        async with asyncio.timeout(10):
-            while transport.resumed == 0:
-                await asyncio.sleep(0)
-        assert transport.writes == 3
-
-
-class CountingTransport(asyncio.Transport):
-    """A transport that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.writes = self.paused = self.resumed = 0
-
-    def write(self, data: object) -> None:
-        self.writes += 1
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return False
-
-    def pause_reading(self) -> None:
-        self.paused += 1
-
-    def resume_reading(self) -> None:
-        self.resumed += 1
-
-
 async def test_a_giant_subscription_is_cut_off(run, engine) -> None:
     async with run() as service:
         mini = await asyncio.to_thread(engine)

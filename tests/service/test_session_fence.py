@@ -4,6 +4,7 @@ import asyncio
 import threading
 from typing import Any
 
+from kvevents_service.service.rota import Rota
 from kvevents_service.service.session import MAX_UNREAD_BYTES, EngineSession
 from kvevents_service.wire.control import ResetDone
 
@@ -13,6 +14,7 @@ class Books:
 
     def __init__(self) -> None:
         self.dismissed: list[object] = []
+        self.rota = Rota()
 
     def dismiss(self, session: object) -> None:
         self.dismissed.append(session)

@@ -44,7 +44,7 @@ async def tick(service: Service) -> None:
 async def check(service: Service) -> Residency:
     """The oracle, on each medium."""
     await quiet(service)
-    inspected = service.sidecar.inspect(1, residents=True)
+    inspected = service.sidecar.inspect(1, residents=True).inspected()
     folded = await fold(service, inspected.next_seq)
     folded.check()
     assert {shelf.medium for shelf in inspected.residents} == BOTH
