@@ -89,18 +89,21 @@ def measure(run_blocks: int) -> tuple[float, float]:
 def owned_bytes(pool: BlockPool) -> int:
     """What the pool's containers and everything in them take, each object once."""
     seen: set[int] = set()
-    return sum(_size(part, seen) for part in (vars(pool), *_slots(pool)))
+    return sum(_size(part, seen) for part in (vars(pool), vars(pool._free), *_slots(pool)))
 
 
 def _slots(pool: BlockPool) -> list[object]:
     queue = pool._queue
-    return [getattr(queue, name) for name in queue.__slots__]
+    tables = [table for names in (*pool.index, *pool.inner) for table in names.shards]
+    return [*tables, *(getattr(queue, name) for name in queue.__slots__)]
 
 
 def _size(value: object, seen: set[int]) -> int:
     if id(value) in seen:
         return 0
     seen.add(id(value))
+    if isinstance(value, memoryview):
+        return sys.getsizeof(value) + value.nbytes
     inner: list[object] = []
     if isinstance(value, dict):
         inner = [*value, *value.values()]

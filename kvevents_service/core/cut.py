@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
+from kvevents_service.core.frozen_metas import FrozenMetas
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.core.rows import Row, are_alike
 from kvevents_service.core.slots import READY
@@ -39,7 +40,7 @@ class PoolCut(NamedTuple):
     counts: list[tuple[int, int]]
     more: dict[int, list[BlockStoreMeta]]
     state: bytes
-    metas: list[BlockStoreMeta | None]
+    metas: FrozenMetas
     positions: memoryview[int]
     parents: memoryview[int]
 
@@ -69,7 +70,7 @@ class PoolCut(NamedTuple):
         """The usual case, seen at once: snapshots that are alike, each there from its first block to its last."""
         runs, at = [], start
         while at < stop and stretches.is_linked(start, stop):
-            meta, first = self.metas[at], at
+            meta, first = self.metas.at(at), at
             if meta is None or self.positions[at]:
                 return None
             at += len(meta.block_hashes) // meta.hash_bytes
@@ -83,7 +84,7 @@ class PoolCut(NamedTuple):
         for start, stop in pairwise(bounds):
             while start < stop:
                 end = self._end(start, stop)
-                meta, first = self.metas[start], self.positions[start]
+                meta, first = self.metas.at(start), self.positions[start]
                 assert meta is not None, "what is READY has its snapshot"
                 row = Row([meta.part(first, first + end - start)], end - start)
                 if meta.inner:
@@ -94,6 +95,6 @@ class PoolCut(NamedTuple):
 
     def _end(self, start: int, stop: int) -> int:
         """Where what is of one snapshot ends in a run of slots."""
-        meta, metas = self.metas[start], self.metas[start:stop]
+        meta, metas = self.metas.at(start), self.metas.part(start, stop)
         others = (start + place for place, other in enumerate(metas) if other is not meta)
         return stop if metas.count(meta) == stop - start else next(others)

@@ -77,8 +77,8 @@ class LeavingTable(NameTable):
 
     def ready_slots(self, group: int, hashes: Sequence[bytes]) -> list[int | None]:
         """Where each of these can be loaded from now, if it can."""
-        find, state = self.index[group].get, self._state
-        return [slot if slot is not None and state[slot] == READY else None for slot in map(find, hashes)]
+        state, found = self._state, self.index[group].get_all(list(hashes))
+        return [slot if slot is not None and state[slot] == READY else None for slot in found]
 
     def pieces(self, slots: list[int]) -> Iterator[list[int]]:
         """Neighbours of one snapshot together."""

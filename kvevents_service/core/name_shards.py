@@ -53,7 +53,7 @@ class NameShards:
         return list(map(dict.pop, self._shards_of(names), names, repeat(None)))
 
     def slots(self) -> Iterator[int]:
-        return chain.from_iterable(map(dict.values, self._tables))
+        return chain.from_iterable(map(dict.values, filter(None, self._tables)))
 
     def items(self) -> Iterator[tuple[bytes, int]]:
         return chain.from_iterable(map(dict.items, self._tables))

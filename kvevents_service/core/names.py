@@ -8,7 +8,9 @@ from functools import partial
 from itertools import chain, repeat
 from operator import is_
 from typing import Final, NamedTuple
+from weakref import ref
 
+from kvevents_service.core.frozen_metas import FrozenMetas
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.core.name_shards import NameShards
 from kvevents_service.core.slots import NO_SLOT, PENDING, READY, SlotTable
@@ -34,6 +36,10 @@ class Forgotten(NamedTuple):
     inner: bool
 
 
+def _is_alive(reference: ref[FrozenMetas]) -> bool:
+    return reference() is not None
+
+
 class NameTable(SlotTable):
     """Slots found by name: a block's own hash, and `inner` names of prefixes that end inside it."""
 
@@ -42,6 +48,7 @@ class NameTable(SlotTable):
         self.index = [NameShards() for _ in range(groups)]
         self.inner = [NameShards() for _ in range(groups)]
         self._leaving = NO_SLOT
+        self._frozen: list[ref[FrozenMetas]] = []
         self._more_names: dict[int, list[BlockStoreMeta]] = {}
 
     # lookup
@@ -136,6 +143,8 @@ class NameTable(SlotTable):
         hashes, metas = self._hash, self._meta
         names = [name for slot in slots if (name := hashes[slot]) is not None]
         assert len(names) == len(slots), "only an indexed block can leave the index"
+        if self._frozen:
+            self._save_metas(slots)
         for slot in slots:
             hashes[slot] = metas[slot] = None
         found = self.index[group].pop_all(names)
@@ -143,6 +152,19 @@ class NameTable(SlotTable):
         self.inner[group].pop_all(inner)
         evicted = list(map(_evicted, zip(repeat(group), names, map(is_, found, repeat(None)))))
         return [*self._unname_inner(group, slots), *evicted] if self._more_names else evicted
+
+    def _freeze_metas(self) -> FrozenMetas:
+        """The column of snapshots as it is now, for as long as somebody keeps it."""
+        frozen = FrozenMetas(self._meta)
+        self._frozen = [*filter(_is_alive, self._frozen), ref(frozen)]
+        return frozen
+
+    def _save_metas(self, slots: list[int]) -> None:
+        self._frozen = [*filter(_is_alive, self._frozen)]
+        for reference in self._frozen:
+            frozen = reference()
+            if frozen is not None:
+                frozen.save(slots)
 
     def _unname_inner(self, group: int, slots: list[int]) -> list[Evicted]:
         gone = [meta.block_hashes for slot in slots for meta in self._more_names.pop(slot, ())]

@@ -235,7 +235,7 @@ class BlockPool(LeavingTable):
         counts = [(blocks, meta.group.block_size) for blocks, meta in first if meta is not None]
         state = bytes(self._state[: self.used])
         positions, parents = frozen(self._position, self.used), frozen(self._parent, self.used)
-        return PoolCut(counts, self._more_names.copy(), state, self._meta[:], positions, parents)
+        return PoolCut(counts, self._more_names.copy(), state, self._freeze_metas(), positions, parents)
 
     def check(self) -> None:
         """Assert every internal invariant; for tests and doctors, O(capacity)."""

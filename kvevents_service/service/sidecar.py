@@ -55,6 +55,7 @@ class Sidecar:
         self.copies = Copies(self.perform, self.meter, self.rota)
         self._tiers = Tiers(config, clock)
         self._watch = DiskWatch(self._of_disk)
+        self._freezes = bool(gc.get_freeze_count())  # as `kvevents serve` did at its start; it takes 20 ms to ask
         self._bytes_moved = 0
         self._more = asyncio.Event()
         self._hung = False
@@ -152,7 +153,7 @@ class Sidecar:
         if sizes:
             self.tier = self._next_tier(self._tiers.open(head, sizes, capacities))
             self.perform(self._tiers.adopt(self.tier))
-            if gc.get_freeze_count():  # as `kvevents serve` does at its start
+            if self._freezes:
                 gc.freeze()  # the columns are never garbage, and a pass over a million slots would hold the loop
         return self.tier
 

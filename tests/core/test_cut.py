@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from core.prompts import FULL, LATENT
 from kvevents_service.core import stretches
 from kvevents_service.core.cut import PoolCut
+from kvevents_service.core.frozen_metas import FrozenMetas
 from kvevents_service.core.metadata import BlockStoreMeta, snapshot
 from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.rows import joined
@@ -34,6 +35,22 @@ def store(pool: BlockPool, chain: Chain, group: int = 0) -> list[int]:
 
 def names(runs: list[BlockStoreMeta]) -> list[bytes]:
     return [run.hash_at(place) for run in runs for place in range(run.blocks)]
+
+
+def test_a_cut_that_is_read_late_keeps_what_left_twice_since_and_one_that_is_gone_keeps_nothing() -> None:
+    pool = BlockPool(10, 1)
+    store(pool, CHAIN)
+    first = pool.cut()
+    others = [make_chain(range(start, start + 12), 2) for start in (100, 200)]
+    store(pool, others[0])
+    second = pool.cut()
+    store(pool, others[1])
+    assert list(first.runs()) == [meta_of(CHAIN)]
+    assert set(names(list(second.runs()))) == {*CHAIN.hashes[:4], *others[0].hashes}
+    assert set(names(list(pool.cut().runs()))) == set(pool.ready_hashes(0))
+    del first, second
+    pool.clear()
+    assert pool._frozen == []
 
 
 def test_neighbours_of_one_snapshot_are_one_run() -> None:
@@ -150,7 +167,7 @@ def columns_of(drawn: list[tuple[int, int, int, bool]]) -> PoolCut:
             parents[slot] = slot - 1
     metas = [METAS[which] for which, *_ in drawn]
     positions = array("i", [place for _, place, *_ in drawn])
-    return PoolCut([], {}, bytes(state for *_, state, _ in drawn), [*metas], positions, parents)
+    return PoolCut([], {}, bytes(state for *_, state, _ in drawn), FrozenMetas([*metas]), positions, parents)
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -187,7 +204,7 @@ def test_runs_that_continue_each_other_in_slots_are_one_row() -> None:
 def test_a_run_that_is_cut_short_by_the_next_is_told_short() -> None:
     whole, rest = meta_of(CHAIN), meta_of(CHAIN.part(4))
     parents, positions = array("i", range(-1, 9)), array("i", [*range(4), *range(6)])
-    cut = PoolCut([], {}, bytes((READY,)) * 10, [*[whole] * 4, *[rest] * 6], positions, parents)
+    cut = PoolCut([], {}, bytes((READY,)) * 10, FrozenMetas([*[whole] * 4, *[rest] * 6]), positions, parents)
     assert [*cut.runs()] == [whole.part(0, 4), rest]
 
 

@@ -1,5 +1,7 @@
 """The block pool: slots, prefix closure, pins and who may leave."""
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -329,6 +331,22 @@ def test_leaves_are_forgotten_first_and_tails_are_leaves() -> None:
     assert pool.free_slots == 8
     assert pool.forget_leaves(9) == (0, [])
     pool.check()
+
+
+def test_a_long_chain_is_gone_through_once_however_small_the_slices() -> None:
+    class Counting(BlockPool):
+        looks = 0
+
+        def _children_of(self, slot: int) -> Iterator[int]:
+            self.looks += 1
+            return super()._children_of(slot)
+
+    long = make_chain(range(400), 2)
+    pool = Counting(200, 1)
+    pool.commit(allocate(pool, long).slots)
+    while not pool.empty:
+        pool.forget_leaves(5)
+    assert pool.looks <= 2 * 200
 
 
 def named(names: list[bytes], parent: bytes | None) -> BlockStoreMeta:

@@ -75,6 +75,7 @@ def test_a_restart_finds_every_block_its_facts_and_its_bytes(kept: Path) -> None
     tier = Tier(kept)
     assert facts(tier.found) == facts(ALL)
     assert parents_come_first(tier.found)
+    assert [slot for slot, flag in enumerate(tier.storage.kept_slots()) if flag] == sorted(USED)
     assert tier.lost_of(*USED) == []
     assert tier.lost_of(0) == [0]
     stats = tier.storage.stats()
