@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 MIN_CORES = 4
 """With fewer cores a second thread would take one from the engine."""
+NICE = 5
+"""Copies yield to the engine and to the event loop: a block may come later, a lookup may not."""
 T = TypeVar("T")
 
 
@@ -45,6 +47,7 @@ class Hand:
         return future
 
     def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICE)  # on Linux: of this thread
         while (item := self._jobs.get()) is not None:
             future, job = item
             if future.set_running_or_notify_cancel():

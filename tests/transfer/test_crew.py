@@ -1,5 +1,6 @@
 """A crew does every job, side by side, and is done with all of them when it says so."""
 
+import os
 import threading
 
 import pytest
@@ -60,6 +61,12 @@ def test_a_hand_does_jobs_in_order_and_tells_what_became_of_each() -> None:
     assert hand.close()
     with pytest.raises(RuntimeError):
         hand.submit(done.append, 3)
+
+
+def test_a_hand_yields_to_the_loop() -> None:
+    hand = Hand("yielding")
+    assert hand.submit(os.getpriority, os.PRIO_PROCESS, 0).result(DEADLINE_S) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert hand.close(DEADLINE_S)
 
 
 def test_a_hand_that_hangs_is_left_alone_and_what_is_behind_it_never_begins() -> None:
