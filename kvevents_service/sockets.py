@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket as unix
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar
@@ -18,13 +18,33 @@ from typing import TypeVar
 import zmq
 
 from kvevents_service.errors import ConfigError
+from kvevents_service.wire.frames import Payload
 
 RECHECK_S = 0.05
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+SHARED_BYTES = 16 * 1024
+"""Larger frames are not copied when they are sent."""
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 _WILDCARDS = {"*", "0.0.0.0", "[::]"}
 _PATHLESS = {"*", "@"}
 _LOCAL_NAMES = {"localhost": "127.0.0.1"}
 T = TypeVar("T")
+
+
+def send_now(socket: zmq.Socket[bytes], frames: Sequence[Payload]) -> zmq.MessageTracker | None:
+    """Send a message, or raise zmq.Again: at half the cost of `send_multipart`, which makes an enum for each frame.
+
+    The last frame is shared if it is large; the tracker says when it is not needed any more.
+    """
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE)
+    return send_frame(socket, frames[-1], more=False)
+
+
+def send_frame(socket: zmq.Socket[bytes], frame: Payload, *, more: bool) -> zmq.MessageTracker | None:
+    """One frame of a message, the last one or not. Nothing else may be sent on the socket before the last."""
+    shared = len(frame) >= SHARED_BYTES
+    return socket.send(frame, _MORE if more else _LAST, copy=not shared, track=shared)
 
 
 class Receiver:

@@ -10,13 +10,12 @@ import zmq
 
 from kvevents_service.core.replay import WAIT, Reply
 from kvevents_service.service.outputs import Output
+from kvevents_service.sockets import send_now
 from kvevents_service.wire.frames import REPLAY_END, Payload, replay_reply
 
-CHUNK_BYTES = 512 * 1024
-CHUNK = 128
-"""Bytes and messages of one turn."""
-SHARED_BYTES = 16 * 1024
-"""Larger payloads are not copied for each client."""
+CHUNK_BYTES = 256 * 1024
+CHUNK = 32
+"""Bytes and messages of one piece of work: half a millisecond at most."""
 IN_FLIGHT_BYTES = 8 * 1024 * 1024
 """Not yet taken by the client's connection, of large payloads; of small ones the high-water mark is the bound."""
 
@@ -49,7 +48,7 @@ class Cursor:
         return self.reply.payload() is WAIT
 
     def send_some(self) -> bool:
-        """One turn; False if nothing could be sent."""
+        """One piece; False if nothing could be sent."""
         before, left = self.reply.seq, CHUNK_BYTES
         while left > 0 and self.reply.seq - before < CHUNK and self._room() and not self.over:
             payload = self.reply.payload()
@@ -75,11 +74,8 @@ class Cursor:
 
     def _send(self, frames: Sequence[Payload], size: int = 0) -> bool:
         """One message, now. False: no room, or the client has left, and it is `over`."""
-        shared = size >= SHARED_BYTES
         try:
-            tracker = self._socket.send_multipart(
-                [self._identity, *frames], zmq.NOBLOCK, copy=not shared, track=shared
-            )
+            tracker = send_now(self._socket, [self._identity, *frames])
         except zmq.Again:
             return False
         except zmq.ZMQError:  # EHOSTUNREACH

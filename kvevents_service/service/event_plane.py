@@ -22,7 +22,6 @@ from kvevents_service.core.telling import Teller
 from kvevents_service.curve import AllowedKeys, ServerKeys, salt, secret_key
 from kvevents_service.errors import expect
 from kvevents_service.nats_config import NatsConfig
-from kvevents_service.service.cursor import SHARED_BYTES
 from kvevents_service.service.gate import Gate
 from kvevents_service.service.nats_broker import Credentials, check_installed, credentials
 from kvevents_service.service.nats_output import NatsOutput
@@ -32,7 +31,7 @@ from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.renderer import Renderer
 from kvevents_service.service.replayer import Replayer
 from kvevents_service.service.snapshot_endpoint import SnapshotEndpoint
-from kvevents_service.sockets import bind
+from kvevents_service.sockets import SHARED_BYTES, bind
 from kvevents_service.wire.dialects import DIALECTS
 
 MAX_REQUEST_BYTES = 1024

@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 import zmq
 
+from kvevents_service.sockets import send_now
 from kvevents_service.wire.frames import live_frames
 
 HELD_S: Final = 0.05
@@ -61,7 +62,7 @@ class Output:
         """Send number `seq` of the journal now or never."""
         began = self._clock()
         try:
-            self.socket.send_multipart(live_frames(self.topic, seq, payloads[self.encoding]), zmq.NOBLOCK)
+            send_now(self.socket, live_frames(self.topic, seq, payloads[self.encoding]))
         except zmq.Again:
             self.refused += 1  # the number is spent and retained: consumers see a gap and can replay it
         else:

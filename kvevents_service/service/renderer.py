@@ -28,6 +28,7 @@ class Renderer:
         self.teller = teller
         publisher.tell = teller.tell
         self.failed = 0
+        self.rota = publisher.rota
         self._publisher = publisher
         self._wake = asyncio.Event()
 
@@ -69,7 +70,7 @@ class Renderer:
         while True:
             self.teller.poll()
             if self.recovery.rendering is not None:
-                await self._publisher.rota.run(self._render)
+                await self.rota.run(self._render)
                 continue
             if self.teller.rendered:
                 self._publisher.wake()

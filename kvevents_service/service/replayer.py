@@ -52,7 +52,6 @@ class Replayer:
         self._clock = clock
         self._allowance = allowance or Allowance()
         self._clients: dict[bytes, asyncio.Task[None]] = {}
-        self._turn = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<Replayer clients={len(self._clients)} requests={self.requests}>"
@@ -132,12 +131,16 @@ class Replayer:
         """TimeoutError if the client took too long. The time that we take, to render or as the machine has stopped
         us, is not held against it before the deadline."""
         stalled = self._clock() + STALL_S
+        moved = False
+
+        def send() -> None:
+            nonlocal moved
+            before = cursor.sent_bytes
+            moved = cursor.send_some()
+            self._allowance.spend(peer, cursor.sent_bytes - before, self._clock())
+
         while True:
-            async with self._turn:  # one client a turn of the loop: engines' lookups come in between
-                before = cursor.sent_bytes
-                moved = cursor.send_some()
-                self._allowance.spend(peer, cursor.sent_bytes - before, self._clock())
-                await asyncio.sleep(0)
+            await self._renderer.rota.run(send)  # engines' lookups come in between
             if cursor.over:
                 return
             if moved or cursor.waits:

@@ -38,7 +38,7 @@ class Rota:
         """Do it in its turn, now if that can be, again and again while there is more. What it raises goes to the
         loop's exception handler, and ends it."""
         self._waiting.append(piece)
-        if not self._working:
+        if not self._working and (self._until is None or self._clock() < self._until):
             self._work()
 
     async def run(self, piece: Piece) -> None:
@@ -71,8 +71,10 @@ class Rota:
             asyncio.get_running_loop().call_soon(self._next_turn)
         self._working = True
         try:
-            while self._waiting and self._clock() < self._until:
+            while self._waiting:
                 self._do(self._waiting.popleft())
+                if self._clock() >= self._until:
+                    break
         finally:
             self._working = False
 

@@ -9,6 +9,7 @@ numbered so far, no payload. Below -1: no snapshot now, ask again later. Source:
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -19,7 +20,7 @@ from kvevents_service.core.allowance import Allowance
 from kvevents_service.core.replay import Reply
 from kvevents_service.service.outputs import Output
 from kvevents_service.service.renderer import Renderer
-from kvevents_service.sockets import Receiver
+from kvevents_service.sockets import Receiver, send_frame
 from kvevents_service.wire.frames import (
     SNAPSHOT_EMPTY,
     SNAPSHOT_REQUEST,
@@ -34,6 +35,7 @@ MAX_UNREAD: Final = 8
 MAX_REPLY_BYTES: Final = 1 << 30
 DEADLINE_S: Final = 30.0
 RETRY_S: Final = 0.005
+FRAMES_A_PIECE: Final = 64
 
 
 class SnapshotEndpoint:
@@ -79,9 +81,9 @@ class SnapshotEndpoint:
         delimiter = frames[:1] if frames[:1] == [b""] else []
         busy = busy or not self._allowance.admits(peer, self._clock())
         if busy or frames[len(delimiter) :] != [SNAPSHOT_REQUEST]:
-            self._refuse(identity, delimiter)
+            await self._refuse(identity, delimiter)
         elif self._renderer.is_empty:
-            self._send(identity, delimiter, SNAPSHOT_EMPTY, [])
+            await self._send(identity, delimiter, SNAPSHOT_EMPTY, [])
         else:
             self._waiting += 1
             try:
@@ -92,18 +94,24 @@ class SnapshotEndpoint:
     async def _answer(self, peer: str, identity: bytes, delimiter: list[bytes]) -> None:
         reply = await self._rendered(self._clock() + DEADLINE_S)
         if reply is None:
-            self._refuse(identity, delimiter)
+            await self._refuse(identity, delimiter)
             return
-        try:
-            async with self._turn:  # one answer a turn of the loop: engines' lookups come in between
-                await asyncio.sleep(0)
+        payloads: list[Payload] | None = None
+
+        def gather() -> None:
+            nonlocal payloads
             payloads = reply.payloads()
-            if payloads is None or sum(map(len, payloads)) > MAX_REPLY_BYTES:
-                self._refuse(identity, delimiter)
+            if payloads is not None and sum(map(len, payloads)) > MAX_REPLY_BYTES:
+                payloads = None
+
+        try:
+            await self._renderer.rota.run(gather)
+            if payloads is None:
+                await self._refuse(identity, delimiter)
             else:
                 self.answered += 1
                 self._allowance.spend(peer, sum(map(len, payloads)), self._clock())
-                self._send(identity, delimiter, reply.end, payloads)
+                await self._send(identity, delimiter, reply.end, payloads)
         finally:
             reply.close()
 
@@ -119,16 +127,27 @@ class SnapshotEndpoint:
             reply.close()
         return None
 
-    def _refuse(self, identity: bytes, delimiter: list[bytes]) -> None:
+    async def _refuse(self, identity: bytes, delimiter: list[bytes]) -> None:
         self.unavailable += 1
-        self._send(identity, delimiter, SNAPSHOT_UNAVAILABLE, [])
+        await self._send(identity, delimiter, SNAPSHOT_UNAVAILABLE, [])
 
-    def _send(self, identity: bytes, delimiter: list[bytes], seq: int, payloads: Sequence[Payload]) -> None:
-        frames = [identity, *delimiter, *snapshot_reply(seq, self._publisher_id, payloads)]
-        with suppress(zmq.ZMQError):  # the reader has left, or does not read
-            tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
-            assert tracker is not None, "it was asked for"
-            self._unread.append(tracker)
+    async def _send(self, identity: bytes, delimiter: list[bytes], seq: int, payloads: Sequence[Payload]) -> None:
+        """One message, some frames at a time: engines' lookups come in between, other answers behind it."""
+        frames = deque([identity, *delimiter, *snapshot_reply(seq, self._publisher_id, payloads)])
+        large: list[zmq.MessageTracker] = []
+
+        def send_some() -> bool:
+            for _ in range(min(FRAMES_A_PIECE, len(frames))):
+                frame = frames.popleft()
+                tracker = send_frame(self._socket, frame, more=bool(frames))
+                large.extend([] if tracker is None else [tracker])
+            return bool(frames)
+
+        async with self._turn:
+            with suppress(zmq.ZMQError):  # the reader has left, or does not read
+                await self._renderer.rota.run(send_some)
+        if large:
+            self._unread.append(zmq.MessageTracker(*large))
 
     def stats(self) -> dict[str, int]:
         return {

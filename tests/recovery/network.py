@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import zmq
 
@@ -99,38 +99,56 @@ class Network:
         return self.waiting[-1]
 
 
-class PubSocket:
+class Socket:
+    """Frames come one by one, none of them large."""
+
+    def __init__(self) -> None:
+        self._frames: list[bytes] = []
+
+    def send(self, frame: bytes, flags: int, copy: bool = True, track: bool = False) -> None:
+        assert flags & zmq.NOBLOCK
+        assert copy, "no payload here is so large"
+        assert not track
+        self._frames.append(bytes(frame))
+        if not flags & zmq.SNDMORE:
+            frames, self._frames = self._frames, []
+            self.send_message(frames)
+
+    def send_message(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+
+class PubSocket(Socket):
     """The PUB socket of one output. `sent`: all its numbers."""
 
     def __init__(self, network: Network, output: int) -> None:
+        super().__init__()
         self._network = network
         self._output = output
         self.sent: list[int] = []
 
-    def send_multipart(self, frames: Sequence[bytes], flags: int) -> None:
-        assert flags == zmq.NOBLOCK
+    def send_message(self, frames: list[bytes]) -> None:
         self.sent.append(int.from_bytes(frames[1], "big"))
         for link in self._network.links:
             if link.output == self._output:
                 link.put(list(frames), surely=self._network.surely)
 
 
-class RouterSocket:
+class RouterSocket(Socket):
     """The ROUTER socket of one process. A client's queue is short; one that has left has no route."""
 
     def __init__(self, high_water_mark: int) -> None:
+        super().__init__()
         self.clients: dict[bytes, Request] = {}
         self._high_water_mark = high_water_mark
 
-    def send_multipart(self, frames: Sequence[bytes], flags: int, copy: bool = True, track: bool = False) -> None:
-        assert flags == zmq.NOBLOCK
-        assert not track, "no payload here is so large"
+    def send_message(self, frames: list[bytes]) -> None:
         request = self.clients[frames[0]]
         if request.closed:
             raise zmq.ZMQError(zmq.EHOSTUNREACH)
         if len(request.inbox) >= self._high_water_mark:
             raise zmq.Again
-        request.inbox.append([*map(bytes, frames[1:])])
+        request.inbox.append(frames[1:])
 
 
 class Subscription:

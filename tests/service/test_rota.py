@@ -128,3 +128,13 @@ async def test_at_an_end_all_that_waits_is_done() -> None:
     work.rota.take(work.piece("a", 5))
     work.rota.finish()
     assert work.done == [("a", 0)] * 5
+
+
+async def test_a_turn_that_is_over_at_once_still_does_a_piece() -> None:
+    rota, done = Rota(turn_s=0.0), []
+    for number in range(3):
+        rota.take(lambda number=number: done.append(number))
+    assert done == [0]
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert done == [0, 1, 2]
