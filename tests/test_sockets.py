@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from kvevents_service.errors import ConfigError
-from kvevents_service.sockets import bind
+from kvevents_service.sockets import SHARED_BYTES, bind, send_now
 
 
 @pytest.fixture
@@ -50,3 +50,45 @@ def test_a_stale_ipc_socket_is_replaced(pub: Callable[[], zmq.Socket], tmp_path:
 @pytest.mark.parametrize("endpoint", ["ipc://*", "ipc://@kvevents-test"])
 def test_endpoints_without_a_path_are_bound(pub: Callable[[], zmq.Socket], endpoint: str) -> None:
     assert bind(pub(), endpoint, "pub").startswith("ipc://")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[zmq.Socket, zmq.Socket]]:
+    """A socket that sends one message before it must wait, and the one that receives."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as sender, context.socket(zmq.PULL) as receiver:
+        sender.setsockopt(zmq.SNDHWM, 1)
+        receiver.setsockopt(zmq.RCVHWM, 1)
+        receiver.setsockopt(zmq.RCVTIMEO, 5000)
+        sender.setsockopt(zmq.LINGER, 0)
+        sender.bind("inproc://pair")
+        receiver.connect("inproc://pair")
+        yield sender, receiver
+
+
+def test_a_message_is_sent_in_its_frames_and_a_large_last_one_is_shared(
+    pair: tuple[zmq.Socket, zmq.Socket],
+) -> None:
+    sender, receiver = pair
+    small, large = [b"", b"a", b"b" * (SHARED_BYTES - 1)], [b"c", bytes(SHARED_BYTES)]
+    assert send_now(sender, small) is None
+    assert receiver.recv_multipart() == small
+    tracker = send_now(sender, large)
+    assert tracker is not None
+    assert receiver.recv_multipart() == large
+    tracker.wait(5.0)
+
+
+def test_a_message_that_there_is_no_room_for_is_not_begun(pair: tuple[zmq.Socket, zmq.Socket]) -> None:
+    sender, receiver = pair
+    sent: list[list[bytes]] = []
+
+    def fill() -> None:
+        while len(sent) < 100:
+            send_now(sender, message := [b"first", b"%d" % len(sent)])
+            sent.append(message)
+
+    with pytest.raises(zmq.Again):
+        fill()
+    assert [receiver.recv_multipart() for _ in sent] == sent
+    sender.send_multipart([b"be", b"hind"])
+    assert receiver.recv_multipart() == [b"be", b"hind"]
