@@ -25,7 +25,7 @@ from kvevents_service.wire.control import Inspected
 
 MAX_RESTARTS = 5
 QUIET_S = 60.0
-CATCH_UP_S = 20.0
+CATCH_UP_S = 60.0
 PROGRESS_EVERY = 25
 EXIT_CONFIG = 2
 
@@ -243,13 +243,22 @@ class DemoRun:
     # the comparison
 
     async def _inspected(self) -> Inspected:
-        """The sidecar's books at just the number that the follower is at: a disk may still be written to."""
-        async with asyncio.timeout(CATCH_UP_S):
-            while True:
-                inspected = await asyncio.to_thread(inspect, self._socket)
-                await self.follower.reach(inspected.next_seq)
-                if self.follower.next_seq == inspected.next_seq:
-                    return inspected
+        """The sidecar's books at just the number that the follower is at: a disk may still be written to.
+
+        TimeoutError if that does not come.
+        """
+        books = 0
+        try:
+            async with asyncio.timeout(CATCH_UP_S):
+                while True:
+                    inspected = await asyncio.to_thread(inspect, self._socket)
+                    books = inspected.next_seq
+                    await self.follower.reach(books)
+                    if self.follower.next_seq == books:
+                        return inspected
+        except TimeoutError as error:
+            late = f"the stream was at number {self.follower.next_seq}, the books at {books}"
+            raise TimeoutError(str(error) or f"after {CATCH_UP_S:.0f} s {late}") from error
 
     async def _compare(self) -> None:
         inspected = await self._inspected()

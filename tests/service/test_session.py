@@ -50,7 +50,7 @@ class CountingTransport(asyncio.Transport):
 def two_pieces_a_turn(service: Service) -> None:
     """Each look at the clock takes 0.4 ms."""
     looks = count()
-    service.sidecar.rota = Rota(lambda: next(looks) * 0.0004, 0.001)
+    service.sidecar.rota = Rota(lambda: next(looks) * 0.0006, 0.001)
 
 
 def observer(
