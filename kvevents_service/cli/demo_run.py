@@ -86,7 +86,8 @@ class Follower:
 
     def __init__(self, show: Callable[[Item], None]) -> None:
         self.fold = Residency()
-        self.next_seq = 0
+        self.next_seq = self.told = 0
+        """Behind the last number, and behind the last one of a batch with events: heartbeats have none."""
         self.gaps = self.undecodable = 0
         self._show = show
         self._moved = asyncio.Event()
@@ -103,11 +104,13 @@ class Follower:
             case Batch():
                 self.fold.apply(item.batch.events)
                 self.next_seq = item.seq + 1
+                if item.batch.events:
+                    self.told = self.next_seq
             case Gap():
                 self.gaps += item.got - item.expected
             case Restart():
                 self.fold.forget()
-                self.next_seq = 0
+                self.next_seq = self.told = 0
             case Resync():
                 self.fold.forget()
             case Undecodable():
@@ -243,7 +246,7 @@ class DemoRun:
     # the comparison
 
     async def _inspected(self) -> Inspected:
-        """The sidecar's books at just the number that the follower is at: a disk may still be written to.
+        """The sidecar's books, as of the last event that the follower has: a disk may still be written to.
 
         TimeoutError if that does not come.
         """
@@ -254,7 +257,7 @@ class DemoRun:
                     inspected = await asyncio.to_thread(inspect, self._socket)
                     books = inspected.next_seq
                     await self.follower.reach(books)
-                    if self.follower.next_seq == books:
+                    if self.follower.told <= books:
                         return inspected
         except TimeoutError as error:
             late = f"the stream was at number {self.follower.next_seq}, the books at {books}"

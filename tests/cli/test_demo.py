@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvevents_service.cli import demo_run
+from kvevents_service.items import Batch
 from kvevents_service.wire.control import Inspected, Residents
-from kvevents_service.wire.events import BlockStored
+from kvevents_service.wire.events import BlockStored, EventBatch
 
 KVEVENTS = [sys.executable, "-m", "kvevents_service"]
 LONG_S = 100
@@ -236,7 +237,9 @@ async def test_the_books_are_compared_at_the_number_that_was_read(
     names = [block.to_bytes(8, "big") for block in (11, 12)]
     books = [Inspected(1, seq, 8, {}, [Residents("STORAGE", 0, b"".join(names[:seq]))]) for seq in (1, 2)]
     monkeypatch.setattr(demo_run, "inspect", lambda _: books.pop(0))
-    run.follower.fold.apply([BlockStored([11, 12], None, [1, 2], 1, None, "STORAGE", None)])
-    run.follower.next_seq = 2  # a block has come to the disk since the first books
+    for number, seq in enumerate((0, 1)):  # a block has come to the disk since the first books
+        stored = BlockStored([11 + number], None, [1], 1, None, "STORAGE", None)
+        run.follower._take(Batch(b"", seq, EventBatch(0.0, [stored]), (), False))
+    run.follower._take(Batch(b"", 2, EventBatch(0.0, []), (), False))  # which says nothing of any block
     await run._compare()
     assert (run.summary.stream_matches_resident, run.summary.blocks_resident) == (True, 2)
