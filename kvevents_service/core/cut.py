@@ -95,10 +95,6 @@ class PoolCut(NamedTuple):
 
     def _end(self, start: int, stop: int) -> int:
         """Where what is of one snapshot ends in a run of slots."""
-        meta = self.metas.at(start)
-        if meta is not None:  # no further than its last block: a stretch may be of thousands of snapshots
-            left = len(meta.block_hashes) // meta.hash_bytes - self.positions[start]
-            stop = min(stop, start + max(1, left))
-        metas = self.metas.part(start, stop)
+        meta, metas = self.metas.at(start), self.metas.part(start, stop)
         others = (start + place for place, other in enumerate(metas) if other is not meta)
         return stop if metas.count(meta) == stop - start else next(others)
