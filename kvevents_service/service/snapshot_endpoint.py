@@ -36,6 +36,8 @@ MAX_REPLY_BYTES: Final = 1 << 30
 DEADLINE_S: Final = 30.0
 RETRY_S: Final = 0.005
 FRAMES_A_PIECE: Final = 64
+MAX_AT_ONCE: Final = 2 * MAX_WAITING
+"""Requests that are dealt with, refused ones among them: others wait in the socket."""
 
 
 class SnapshotEndpoint:
@@ -61,6 +63,7 @@ class SnapshotEndpoint:
         self._allowance = allowance or Allowance()
         self._waiting = 0
         self._turn = asyncio.Lock()
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
         self._unread: list[zmq.MessageTracker] = []
 
     def __repr__(self) -> str:
@@ -71,9 +74,11 @@ class SnapshotEndpoint:
         async with asyncio.TaskGroup() as tasks:
             with Receiver(self._socket) as receiver:
                 while True:
+                    await self._places.acquire()
                     peer, (identity, *frames) = await receiver.recv_from()
                     self.requests += 1
-                    tasks.create_task(self._serve(peer, identity, frames))
+                    task = tasks.create_task(self._serve(peer, identity, frames))
+                    task.add_done_callback(lambda _: self._places.release())
 
     async def _serve(self, peer: str, identity: bytes, frames: list[bytes]) -> None:
         self._unread = [tracker for tracker in self._unread if not tracker.done]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -47,7 +48,9 @@ class Hand:
         return future
 
     def _run(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICE)  # on Linux: of this thread
+        with suppress(OSError):  # a sandbox may forbid it, and the copies matter more
+            before = os.getpriority(os.PRIO_PROCESS, 0)  # on Linux that of this thread
+            os.setpriority(os.PRIO_PROCESS, 0, before + NICE)
         while (item := self._jobs.get()) is not None:
             future, job = item
             if future.set_running_or_notify_cancel():

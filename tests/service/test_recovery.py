@@ -19,6 +19,7 @@ from kvevents_service.core.residency import Residency
 from kvevents_service.core.snapshot import MessageLimits, PartLimits
 from kvevents_service.service.app import Service
 from kvevents_service.service.numbering import FILE_NAME
+from kvevents_service.service.snapshot_endpoint import MAX_AT_ONCE
 from kvevents_service.sockets import Receiver
 from kvevents_service.testing import make_chain
 from kvevents_service.wire.codec import decode_batch
@@ -410,6 +411,24 @@ async def test_answers_that_are_ready_together_share_the_turns_of_the_loop(run) 
             in_one_turn.append(desk.answered - before)
         assert max(in_one_turn) == 1
         assert {reply.seq for reply in await asyncio.gather(*asking)} == {0}
+
+
+async def test_requests_behind_an_answer_that_is_being_sent_wait_in_the_socket(run) -> None:
+    async with run(snapshot=LOCAL, heartbeat_s=0.0) as service:
+        (desk,) = service.events.snapshot_endpoints
+        with zmq.Context() as context, context.socket(zmq.DEALER) as asking, Receiver(asking) as receiver:
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.connect(service.ready.outputs[0].snapshot)
+            async with asyncio.timeout(DEADLINE_S):
+                async with desk._turn:
+                    for _ in range(3 * MAX_AT_ONCE):
+                        asking.send_multipart([b"", b"no such word"])
+                    while desk.requests < MAX_AT_ONCE:
+                        await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.1)
+                    assert desk.requests == MAX_AT_ONCE
+                for _ in range(3 * MAX_AT_ONCE):
+                    assert parse_snapshot_reply((await receiver.recv())[1:]).seq < SNAPSHOT_EMPTY
 
 
 @pytest.mark.parametrize("frames", [[b"snap"], [b""], [b"snapshot", b"more", b""]])

@@ -69,6 +69,16 @@ def test_a_hand_yields_to_the_loop() -> None:
     assert hand.close(DEADLINE_S)
 
 
+def test_a_hand_works_where_it_may_not_change_its_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    hand = Hand("sandboxed")
+    assert hand.submit(int, "7").result(DEADLINE_S) == 7
+    assert hand.close(DEADLINE_S)
+
+
 def test_a_hand_that_hangs_is_left_alone_and_what_is_behind_it_never_begins() -> None:
     hand, go, done = Hand("hand"), threading.Event(), list[int]()
     hanging, behind = hand.submit(go.wait, DEADLINE_S), hand.submit(done.append, 1)
