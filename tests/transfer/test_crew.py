@@ -80,8 +80,14 @@ def test_a_hand_works_where_it_may_not_change_its_priority(monkeypatch: pytest.M
 
 
 def test_a_hand_that_hangs_is_left_alone_and_what_is_behind_it_never_begins() -> None:
-    hand, go, done = Hand("hand"), threading.Event(), list[int]()
-    hanging, behind = hand.submit(go.wait, DEADLINE_S), hand.submit(done.append, 1)
+    hand, begun, go, done = Hand("hand"), threading.Event(), threading.Event(), list[int]()
+
+    def hang() -> bool:
+        begun.set()
+        return go.wait(DEADLINE_S)
+
+    hanging, behind = hand.submit(hang), hand.submit(done.append, 1)
+    assert begun.wait(DEADLINE_S)  # what has not begun is cancelled
     assert not hand.close(0.05)
     assert behind.cancelled()
     go.set()
