@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from kvevents_service.engine.courier import Courier, Parcel
 from kvevents_service.engine.layout import EngineLayout
+from kvevents_service.engine.plan import MakeOffer
 from kvevents_service.engine.registration import ENGINE_FAULTS, Registration, Timeouts
 from kvevents_service.wire.control import (
     PROTOCOL_VERSION,
@@ -56,11 +59,13 @@ class OffloadClient(Registration):
     def __init__(self, socket_path: str, layout: EngineLayout, timeouts: Timeouts | None = None) -> None:
         self.layout = layout
         super().__init__(socket_path, layout.fds, timeouts)
+        self._courier = Courier(self._line, partial(self._forgive, "post"))
+        self._posted: set[int] = set()
 
     @property
     def outstanding(self) -> int:
         """Steps and loads that have not been returned by `poll` yet."""
-        return self._line.outstanding
+        return len(self._posted) + self._line.outstanding
 
     # the step loop
 
@@ -79,6 +84,33 @@ class OffloadClient(Registration):
         return self._number(
             "steps", lambda number: Step(number, list(offers), list(finished), list(preempted), mark)
         )
+
+    def post_step(
+        self,
+        makers: Sequence[MakeOffer],
+        finished: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+        mark: int | None = None,
+    ) -> int | None:
+        """As `step`, but its offers are made, and it is sent, by another thread: this returns at once.
+
+        If it cannot be sent after all it ends in `poll`, and nothing of it is stored. Steps go in their order, and
+        after a `reset` none of before.
+        """
+        number = self._line.next_id()
+        make = partial(_made_step, number, makers, finished, preempted, mark)
+        self._posted.add(number)
+        if self._line.usable and self._courier.post(Parcel(make, partial(self._sent_step, number))):
+            return number
+        self._posted.discard(number)
+        self.counters["steps_dropped"] += 1
+        return None
+
+    def _sent_step(self, number: int, sent: bool) -> None:
+        if not sent:
+            self._line.end(StepDone(number, 0, 0, 0))
+        self._posted.discard(number)
+        self.counters["steps_sent" if sent else "steps_unsent"] += 1
 
     def lookup(
         self,
@@ -114,20 +146,39 @@ class OffloadClient(Registration):
         start_tokens: int = 0,
         *,
         fine: bool = False,
+        post: bool = False,
     ) -> list[int]:
-        """Ask for several at once, by request and hashes: a number each. None at all: they are misses already."""
+        """Ask for several at once, by request and hashes: a number each. None at all: they are misses already.
+
+        `post`: another thread sends them, and this returns at once.
+        """
         self.counters["lookups"] += len(prompts)
+        numbers = [self._line.next_id() for _ in prompts]
         lease_s = self.timeouts.lease_s
+
+        def make() -> list[Lookup]:
+            return [
+                Lookup(number, request_id, packed_hashes(hashes), lease_s, start_tokens, fine)
+                for number, (request_id, hashes) in zip(numbers, prompts, strict=True)
+            ]
+
         try:
-            if self._line.usable:
-                calls = [
-                    Lookup(self._line.next_id(), request_id, packed_hashes(hashes), lease_s, start_tokens, fine)
-                    for request_id, hashes in prompts
-                ]
-                return [call.call_id for call in calls] if self._line.begin(*calls) else []
+            if self._line.usable and (self._post_lookups(numbers, make) if post else self._line.begin(*make())):
+                return numbers
         except ENGINE_FAULTS as error:
             self._forgive("lookup", error)
         return []
+
+    def _post_lookups(self, numbers: Sequence[int], make: Callable[[], list[Lookup]]) -> bool:
+        self._line.expect(numbers)
+        posted = self._courier.post(Parcel(make, partial(self._sent_lookups, numbers)))
+        if not posted:
+            self._sent_lookups(numbers, sent=False)
+        return posted
+
+    def _sent_lookups(self, numbers: Sequence[int], sent: bool) -> None:
+        if not sent:
+            self._line.unsent(numbers)
 
     def end_lookup(self, call_id: int) -> PrefixHit:
         """What was found. A miss if the answer does not come within the deadline, from now on.
@@ -204,7 +255,10 @@ class OffloadClient(Registration):
     def reset(self, wait_s: float = 1.0) -> int | None:
         """Forget every stored block. Returns how many were removed; None: no answer in time."""
         call = Reset(self._line.next_id())
-        answer = self._line.ask(call, wait_s)
+        with self._line.lock:
+            self._courier.recall()
+            begun = self._line.begin(call)
+        answer = self._line.answer(call.call_id, wait_s) if begun else None
         return answer.removed if isinstance(answer, ResetDone) else None
 
     def inspect(self, *, residents: bool = False, wait_s: float = 5.0) -> Inspected | None:
@@ -212,6 +266,11 @@ class OffloadClient(Registration):
         call = Inspect(self._line.next_id(), residents)
         answer = self._line.ask(call, wait_s)
         return answer if isinstance(answer, Inspected) else None
+
+    def close(self, wait_s: float = 1.0) -> bool:
+        """As ever; what was posted and is not sent ends, unsent."""
+        self._courier.close(wait_s)
+        return super().close(wait_s)
 
     def _hello(self) -> Hello:
         layout = self.layout
@@ -228,6 +287,12 @@ class OffloadClient(Registration):
             layout.ranks,
             events=list(layout.events),
         )
+
+
+def _made_step(
+    number: int, makers: Sequence[MakeOffer], finished: Sequence[str], preempted: Sequence[str], mark: int | None
+) -> tuple[Step]:
+    return (Step(number, [make() for make in makers], list(finished), list(preempted), mark),)
 
 
 def packed_hashes(block_hashes: bytes | bytearray | memoryview | Sequence[bytes]) -> bytes:

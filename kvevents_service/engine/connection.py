@@ -51,6 +51,10 @@ class Connection:
     def __repr__(self) -> str:
         return f"<Connection fd={self._socket.fileno()} unsent={len(self._outbox)}>"
 
+    def fileno(self) -> int:
+        """The socket's; -1 once it is closed."""
+        return self._socket.fileno()
+
     @property
     def stalled(self) -> bool:
         """The sidecar has not taken everything that was sent."""

@@ -8,6 +8,7 @@ of a prefix kind is offered behind its ancestors, which the prefix cache still h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -194,7 +195,8 @@ class LazyPlanner(Planner[LazyClaim]):
 
     def _offer(self, draft: Draft[LazyClaim], record: BlockRecord, first: int, block_ids: list[int]) -> None:
         spans, view = self.spans[record.group], record.view
-        draft.add(spans.offer(view, KeyWalk(view.identity, spans.block_size), first, block_ids), block_ids)
+        walk = KeyWalk(view.identity, spans.block_size)
+        draft.add(partial(spans.offer, view, walk, first, block_ids), block_ids)
 
     # what became of steps
 

@@ -6,10 +6,12 @@ looks in a mailbox, because another thread may have taken the answer in.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable
 
 import msgspec
 
@@ -26,7 +28,10 @@ SLICE_S = 0.001
 
 
 class Line:
-    """A link that may be there or not, links that were hung up, and what has ended on all of them."""
+    """A link that may be there or not, links that were hung up, and what has ended on all of them.
+
+    `heard`: the link that a thread listens to; what has arrived on it need not be looked for.
+    """
 
     def __init__(self, send_s: float) -> None:
         self.lock = threading.RLock()
@@ -34,11 +39,12 @@ class Line:
         self.counters: Counter[str] = Counter()
         self.last_error = ""
         self.link: Link | None = None
+        self.heard: Link | None = None
         self._send_s = send_s
         self._hung_up: list[Link] = []
-        self._ended: list[Completion] = []
+        self._ended: deque[Completion] = deque()
         self._awaited: dict[int, Answer | None] = {}
-        self._last_id = 0
+        self._ids = itertools.count(1)
 
     def __repr__(self) -> str:
         return f"<Line {self.link!r} hung_up={len(self._hung_up)} last_error={self.last_error!r}>"
@@ -59,9 +65,7 @@ class Line:
 
     def next_id(self) -> int:
         """A number for a step, a load or a call; never repeats."""
-        with self.lock:
-            self._last_id += 1
-            return self._last_id
+        return next(self._ids)
 
     # send and ask
 
@@ -86,8 +90,17 @@ class Line:
         with self.lock:
             sent = self.send(*calls)
             if sent:
-                self._awaited.update(dict.fromkeys([call.call_id for call in calls]))
+                self.expect([call.call_id for call in calls])
             return sent
+
+    def expect(self, call_ids: Iterable[int]) -> None:
+        """Answers to these calls, which are about to be sent."""
+        self._awaited.update(dict.fromkeys(call_ids))
+
+    def unsent(self, call_ids: Iterable[int]) -> None:
+        """These calls that were expected to be sent are not."""
+        for call_id in call_ids:
+            self._awaited.pop(call_id, None)
 
     def answered(self, call_id: int) -> Answer | None:
         """The answer to a call that was begun, if it is here; it is taken."""
@@ -169,8 +182,14 @@ class Line:
                 kept.append(link)
         self._hung_up = kept
 
+    def end(self, completion: Completion) -> None:
+        """Something that was to be sent has ended, unsent."""
+        self._ended.append(completion)
+
     def take_ended(self, wait_s: float) -> list[Completion]:
         """What has ended since the last time. Waits up to `wait_s` for a first one."""
+        if self._hung_up or self.link is None or self.link is not self.heard:
+            self.collect()
         ended = self._take()
         if ended or wait_s <= 0:
             return ended
@@ -179,15 +198,16 @@ class Line:
             link = self.link or next(iter(self._hung_up), None)
             if link is None:
                 break
-            link.connection.wait(left)
+            link.connection.wait(min(SLICE_S, left) if link is self.heard else left)
+            self.collect()
             ended = self._take()
         return ended
 
     def _take(self) -> list[Completion]:
-        with self.lock:
-            self.collect()
-            ended, self._ended = self._ended, []
-            return ended
+        ended: list[Completion] = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
 
     # the ends of links
 

@@ -1,4 +1,4 @@
-"""send and recv of a socket that never wait, and keep the GIL.
+"""send and recv of a socket, and a ring of a bell (an eventfd), that never wait, and keep the GIL.
 
 Python's own give the GIL up for the length of the call. Another thread of the engine then takes it, such as the
 one that publishes vLLM's events, and a call of some microseconds takes as long as that thread likes. ctypes' PyDLL
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from ctypes import PyDLL, byref, c_char, c_int, c_size_t, c_ssize_t, c_void_p, get_errno
+from ctypes import PyDLL, byref, c_char, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p, get_errno
 from errno import EAGAIN, EINTR, EWOULDBLOCK
 
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -19,6 +19,12 @@ _LIBC = PyDLL(None, use_errno=True)
 for _call in (_LIBC.send, _LIBC.recv):
     _call.argtypes = (c_int, c_void_p, c_size_t, c_int)
     _call.restype = c_ssize_t
+_LIBC.eventfd_write.argtypes = (c_int, c_uint64)
+
+
+def ring(bell: int) -> None:
+    """Wake who polls this eventfd."""
+    _LIBC.eventfd_write(bell, 1)
 
 
 def send(fd: int, data: bytearray) -> int:

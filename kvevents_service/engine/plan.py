@@ -1,7 +1,7 @@
 """Plans: what the next step says, and what became of the steps before.
 
     plan = planner.plan()
-    planner.sent(plan, client.step(plan.offers, plan.finished, plan.preempted))
+    planner.sent(plan, client.step(plan.offers(), plan.finished, plan.preempted))
     ...
     planner.settle(client.poll().steps)
 
@@ -11,7 +11,7 @@ not know: nothing raises, and nothing is held that no step gives back (I12).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -27,6 +27,8 @@ MANY_ENDED = 32
 Tables = Sequence[Sequence[int | None]]
 """One block table for each group; None where the request has no block. The engine's own, read at every plan."""
 Claim = TypeVar("Claim")
+MakeOffer = Callable[[], Offer]
+"""An offer that is packed when it is called, in any thread: of a request's own buffers, which only grow."""
 
 
 class PlannerCounts(msgspec.Struct):
@@ -70,7 +72,7 @@ class Patience:
 class Plan(NamedTuple, Generic[Claim]):
     """One step, not sent yet. `block_ids` are to be held once it is, beside what the book keeps for it already."""
 
-    offers: list[Offer]
+    makers: list[MakeOffer]
     finished: list[str]
     preempted: list[str]
     block_ids: list[int]
@@ -80,7 +82,11 @@ class Plan(NamedTuple, Generic[Claim]):
     @property
     def empty(self) -> bool:
         """There is nothing to say."""
-        return not (self.offers or self.finished or self.preempted)
+        return not (self.makers or self.finished or self.preempted)
+
+    def offers(self) -> list[Offer]:
+        """Packed now. Makers are called once, in their order, and plan after plan."""
+        return [make() for make in self.makers]
 
 
 class Sent(NamedTuple, Generic[Claim]):
@@ -91,16 +97,16 @@ class Sent(NamedTuple, Generic[Claim]):
 
 
 class Draft(Generic[Claim]):
-    """Offers and what they claim, on the way to a plan. `room` is how many more blocks it may take."""
+    """Offers to be made and what they claim, on the way to a plan. `room` is how many more blocks it may take."""
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.offers: list[Offer] = []
+        self.makers: list[MakeOffer] = []
         self.block_ids: list[int] = []
         self.claims: list[Claim] = []
 
-    def add(self, offer: Offer, block_ids: Sequence[int]) -> None:
-        self.offers.append(offer)
+    def add(self, make: MakeOffer, block_ids: Sequence[int]) -> None:
+        self.makers.append(make)
         self.block_ids += block_ids
         self.room -= len(block_ids)
 
@@ -157,7 +163,7 @@ class Planner(Generic[Claim]):
     @property
     def idle(self) -> bool:
         """A plan would be empty, or say no more than that a few requests have ended: that waits for an offer."""
-        return not (self._kept.offers or self._preempted or len(self._finished) >= MANY_ENDED)
+        return not (self._kept.makers or self._preempted or len(self._finished) >= MANY_ENDED)
 
     def plan(self) -> Plan[Claim]:
         """What is to be said now. If it is not empty `sent` must follow, before any other verb."""
@@ -169,7 +175,7 @@ class Planner(Generic[Claim]):
         self._finished, self._preempted = [], []
         blocks = len(kept.block_ids) + len(draft.block_ids)
         self.counts.offered += blocks
-        return Plan([*kept.offers, *draft.offers], *ended, draft.block_ids, [*kept.claims, *draft.claims], blocks)
+        return Plan([*kept.makers, *draft.makers], *ended, draft.block_ids, [*kept.claims, *draft.claims], blocks)
 
     def sent(self, plan: Plan[Claim], step_id: int | None) -> None:
         """The plan is on its way as this step; None: it was dropped."""

@@ -7,6 +7,7 @@ declined, when a new sidecar comes, and when the request is preempted: a block t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import gcd
 from typing import NamedTuple
 
@@ -175,7 +176,7 @@ class EagerPlanner(Planner[EagerClaim]):
         is_tail = inside and tokens <= track.confirmed < (number + 1) * spans.block_size
         block_id = table[number] if is_tail and number < len(table) else None
         if block_id is not None and draft.room > 0 and spans.group.kind in PREFIX_KINDS:
-            draft.add(spans.tail(track.view, tokens, block_id), [block_id])
+            draft.add(partial(spans.tail, track.view, tokens, block_id), [block_id])
 
     def _forget(self, request_id: str) -> Track | None:
         self._due.pop(request_id, None)
@@ -186,12 +187,12 @@ class EagerPlanner(Planner[EagerClaim]):
 
         Returns how many of `held`, from the first one on, the book gives back from here on: all it keeps, or none.
         """
-        if not draft.offers:
+        if not draft.makers:
             return 0
         blocks = len(draft.block_ids)
         taken = draft.block_ids == held[:blocks]
         self.book.keep(draft.block_ids, held=taken)
-        self._kept.offers += draft.offers
+        self._kept.makers += draft.makers
         self._kept.block_ids += draft.block_ids
         self._kept.claims += draft.claims
         return blocks if taken else 0
@@ -210,13 +211,13 @@ class EagerPlanner(Planner[EagerClaim]):
 
     def _add(self, draft: Draft[EagerClaim], track: Track) -> int:
         """Offer what is due of a request; returns how many logical blocks did not fit."""
-        offers = len(draft.offers)
+        before = len(draft.makers)
         left = sum(self._add_group(draft, track, spans) for spans in self._positional)
         unsent, track.unsent = track.unsent, []
         for state in unsent:
             if not self._add_found(draft, track, state):
                 track.unsent.append(state)
-        if len(draft.offers) > offers:
+        if len(draft.makers) > before:
             draft.claims.append(EagerClaim(track, track.lives))
         return left + len(track.unsent)
 
@@ -228,7 +229,7 @@ class EagerPlanner(Planner[EagerClaim]):
         if stop > start:
             track.offered[index] = stop
             for first, block_ids in dense_runs(self._blocks(track, spans, start, stop), start):
-                draft.add(spans.offer(view, track.walks[index], first, block_ids), block_ids)
+                draft.add(partial(spans.offer, view, track.walks[index], first, block_ids), block_ids)
         return confirmed - track.offered[index]
 
     def _blocks(self, track: Track, spans: Spans, start: int, stop: int) -> Sequence[int | None]:
@@ -249,9 +250,10 @@ class EagerPlanner(Planner[EagerClaim]):
             return False
         number, inside = divmod(state.tokens, spans.block_size)
         if inside:
-            draft.add(spans.tail(track.view, state.tokens, block_id), [block_id])
+            make = partial(spans.tail, track.view, state.tokens, block_id)
         else:
-            draft.add(spans.offer(track.view, track.walks[state.group], number - 1, [block_id]), [block_id])
+            make = partial(spans.offer, track.view, track.walks[state.group], number - 1, [block_id])
+        draft.add(make, [block_id])
         return True
 
     def _add_found(self, draft: Draft[EagerClaim], track: Track, state: State) -> bool:

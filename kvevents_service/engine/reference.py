@@ -133,7 +133,7 @@ class ReferenceEngine:
     def _send_step(self) -> None:
         plan = self.planner.plan()
         if not plan.empty:
-            self.planner.sent(plan, self.client.step(plan.offers, plan.finished, plan.preempted))
+            self.planner.sent(plan, self.client.step(plan.offers(), plan.finished, plan.preempted))
         counts, planned = self.counts, self.planner.counts
         counts.blocks_offered, counts.offers_skipped = planned.offered, planned.skipped
         counts.blocks_recovered, counts.blocks_undescribed = planned.recovered, planned.undescribed

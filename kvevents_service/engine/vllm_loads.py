@@ -137,13 +137,13 @@ class Loads:
         """A step begins: ask for those that have `arrived` and were not asked for."""
         self._ahead_tokens = 0
         if self.arrived:
-            self._ask_arrived()
+            self._ask_arrived(post=True)
 
-    def _ask_arrived(self) -> None:
+    def _ask_arrived(self, *, post: bool = False) -> None:
         stops = {name: (each.num_tokens - 1) // self._unit for name, each in self.arrived.items()}
         prompts = [(name, each.block_hashes[: stops[name]]) for name, each in self.arrived.items() if stops[name]]
         self.arrived.clear()
-        begun = self._client.begin_lookups(prompts, fine=self._rules.fine) if prompts else []
+        begun = self._client.begin_lookups(prompts, fine=self._rules.fine, post=post) if prompts else []
         until = self._clock() + self._client.timeouts.lease_s / 2
         for (name, _), call_id in zip(prompts, begun, strict=False):  # none if the sidecar is away
             self._asked[name] = Asked(call_id, stops[name], until)

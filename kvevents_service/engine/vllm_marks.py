@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvevents_service.engine.client import OffloadClient, PrefixHit
+from kvevents_service.engine.plan import MakeOffer
 from kvevents_service.wire.control import Offer
 
 
@@ -27,6 +28,15 @@ class MarkingClient(OffloadClient):
         mark: int | None = None,
     ) -> int | None:
         return super().step(offers, finished, preempted, self.landed if mark is None else mark)
+
+    def post_step(
+        self,
+        makers: Sequence[MakeOffer],
+        finished: Sequence[str] = (),
+        preempted: Sequence[str] = (),
+        mark: int | None = None,
+    ) -> int | None:
+        return super().post_step(makers, finished, preempted, self.landed if mark is None else mark)
 
     def load(
         self, request_id: str, hit: PrefixHit, block_ids: bytes, units: int | None = None, mark: int | None = None

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvevents_service.engine.identity import PLAIN, Identity, MediaItem
 from kvevents_service.engine.spans import RequestView
-from kvevents_service.wire.packing import pack_int32, unpack_int32
 
 
 class VllmRequest(Protocol):
@@ -57,34 +55,7 @@ def identity_of(request: VllmRequest, digest: EmbedsDigest) -> Identity:
     )
 
 
-class Tokens(Sequence[int]):
-    """A request's token ids, of which the first were packed before. Slices alone, front to back."""
-
-    __slots__ = ("_all", "_packed")
-
-    def __init__(self, packed: array[int], all_ids: Sequence[int]) -> None:
-        self._packed = packed
-        self._all = all_ids
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __getitem__(self, part: Any) -> Any:
-        first, stop, packed = part.start, part.stop, len(self._packed)
-        if stop <= packed:
-            return self._packed[part]
-        return [*self._packed[first:], *self._all[max(first, packed) : stop]]
-
-
-def packed_tokens(request: VllmRequest) -> array[int]:
-    """The token ids that it has now. Cheap when it has just arrived, and they were hashed: they are at hand."""
-    return unpack_int32(pack_int32(request.all_token_ids[:]))
-
-
-def view_of(
-    request: VllmRequest, digest: EmbedsDigest, fine_unit: int = 0, packed: array[int] | None = None
-) -> RequestView:
-    """`fine_unit`: tokens of a hash unit, if hits may end inside a block; else 0. `packed`: of its first tokens."""
+def view_of(request: VllmRequest, digest: EmbedsDigest, fine_unit: int = 0) -> RequestView:
+    """`fine_unit`: tokens of a hash unit, if hits may end inside a block; else 0."""
     fine = (request.num_prompt_tokens - 1) // fine_unit * fine_unit if fine_unit else 0
-    tokens = request.all_token_ids if packed is None else Tokens(packed, request.all_token_ids)
-    return RequestView(request.request_id, request.block_hashes, tokens, identity_of(request, digest), fine)
+    return RequestView(request.request_id, request.block_hashes, request.all_token_ids, identity_of(request, digest), fine)

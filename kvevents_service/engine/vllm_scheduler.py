@@ -10,7 +10,6 @@ vLLM's pool from then until the sidecar has said that no copy touches it any mor
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from kvevents_service.engine.vllm_books import Books, StepOutput
 from kvevents_service.engine.vllm_flights import Flights
 from kvevents_service.engine.vllm_loads import HitRules, LoadEnd, Loads
 from kvevents_service.engine.vllm_pool import BlockPool, CacheKey, EnginePool
-from kvevents_service.engine.vllm_request import EmbedsDigest, VllmRequest, packed_tokens, view_of
+from kvevents_service.engine.vllm_request import EmbedsDigest, VllmRequest, view_of
 from kvevents_service.wire.control import GroupSpec
 
 IDLE_WAIT_S = 0.001
@@ -33,8 +32,6 @@ IDLE_WAIT_S = 0.001
 LINGER_S = 1.0
 """How long vLLM is asked to run empty steps for stores that are under way."""
 RESET_RETRY_S = 1.0
-MAX_PACKED = 64
-"""So many waiting requests have their token ids packed before it is their turn; others then."""
 
 
 class Said(NamedTuple):
@@ -79,12 +76,11 @@ class SchedulerHalf:
         self._clock = clock
         self._digest = digest
         self._fine_unit = unit if rules.hits.fine else 0
-        self._lazy, self._last_steps = rules.lazy, rules.last_steps
+        self._last_steps = rules.last_steps
         spans = [Spans(group, unit) for group in groups]
         stored = [each for each in spans if each.group.cacheable]
         self._spans = spans
         self._waiting: dict[str, VllmRequest] = {}
-        self._packed: dict[str, array[int]] = {}
         asks = rules.lazy or not prefix_only(groups)
         flights = Flights(stored, watch=asks)
         self._pool = EnginePool(pool, flights.written, key, spans)
@@ -109,16 +105,13 @@ class SchedulerHalf:
         return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None)
 
     def _view(self, request: VllmRequest) -> RequestView:
-        packed = self._packed.pop(request.request_id, None)
-        return view_of(request, self._digest, self._fine_unit, packed)
+        return view_of(request, self._digest, self._fine_unit)
 
     # hits
 
     def arrive(self, request: VllmRequest) -> None:
         """A request is new."""
         self._waiting[request.request_id] = request
-        if not self._lazy and len(self._packed) < MAX_PACKED and self.client.connected:
-            self._packed[request.request_id] = packed_tokens(request)
         if not (self._void or request.skip_reading_prefix_cache):
             self.loads.ask_early(request)
 
@@ -229,7 +222,7 @@ class SchedulerHalf:
         plan = None if self.planner.idle else self.planner.plan()
         if plan is not None and not plan.empty:
             fresh = self._settle_reset()
-            said = self.client.step(plan.offers, plan.finished, plan.preempted) if fresh else None
+            said = self.client.post_step(plan.makers, plan.finished, plan.preempted) if fresh else None
             self._open_steps += said is not None
             self.planner.sent(plan, said)
             self._said_at = self._clock()
@@ -245,7 +238,6 @@ class SchedulerHalf:
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         """It has ended, and its blocks are freed behind this call: those that will be offered are held."""
         self._waiting.pop(request.request_id, None)
-        self._packed.pop(request.request_id, None)
         self.loads.forget(request.request_id)
         self._books.end(request, tables)
         self._said_at = self._clock()  # its stores may have ended unseen: an idle engine looks for a moment

@@ -468,7 +468,7 @@ def test_no_token_becomes_an_object() -> None:
     planner = EagerPlanner((FULL,), UNIT, OfferBook(list, list, 64))
     planner.admit(view, [list(range(64))])
     planner.confirm("r", 256)
-    (offer,) = planner.plan().offers
+    (offer,) = planner.plan().offers()
     assert offer.token_ids == array("i", range(256)).tobytes()
     with pytest.raises(OverflowError):
         make_offer("r", [], [2**31], [])

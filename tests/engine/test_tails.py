@@ -31,7 +31,7 @@ def make_planner() -> EagerPlanner:
 
 
 def offers_of(planner: EagerPlanner) -> list[Offer]:
-    return planner.plan().offers
+    return planner.plan().offers()
 
 
 def test_the_block_a_prompt_ends_in_is_offered_when_it_finishes() -> None:

@@ -1,11 +1,10 @@
 """A vLLM request in our terms."""
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
 from kvevents_service.engine.identity import Identity, MediaItem
-from kvevents_service.engine.vllm_request import Tokens, VllmRequest, identity_of, known_tokens, view_of
+from kvevents_service.engine.vllm_request import VllmRequest, identity_of, known_tokens, view_of
 
 
 def request(**more: Any) -> VllmRequest:
@@ -63,13 +62,3 @@ def test_a_fine_hit_leaves_a_token_to_compute() -> None:
 def test_tokens_of_running_steps_are_not_known() -> None:
     assert known_tokens(request(num_computed_tokens=30, num_in_flight_tokens=8)) == 22
     assert known_tokens(request(num_computed_tokens=0, num_in_flight_tokens=8)) == 0
-
-
-def test_token_ids_are_those_that_were_packed_and_those_that_came_since() -> None:
-    ids = [7, 8, 9]
-    tokens = Tokens(array("i", ids), ids)
-    ids += [10, 11]
-    assert len(tokens) == 5
-    for first in range(6):
-        for stop in range(first, 6):
-            assert list(tokens[first:stop]) == ids[first:stop]

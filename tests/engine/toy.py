@@ -183,8 +183,9 @@ class Toy:
     def send(self, *, dropped: bool = False) -> tuple[list[Said], Step]:
         """The next step: every offer checked, every block of it held until `end`."""
         plan = self.planner.plan()
-        step = Step(self.steps, plan.offers, plan.finished, plan.preempted)
-        said = [self.read(offer) for offer in plan.offers]
+        offers = plan.offers()
+        step = Step(self.steps, offers, plan.finished, plan.preempted)
+        said = [self.read(offer) for offer in offers]
         if not plan.empty:
             self.planner.sent(plan, None if dropped else self.steps)
         if not dropped:

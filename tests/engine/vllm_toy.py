@@ -18,6 +18,7 @@ from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import TierSpec
 from kvevents_service.engine.client import NO_HIT, Completions, PrefixHit, packed_hashes
 from kvevents_service.engine.layout import EngineLayout
+from kvevents_service.engine.plan import MakeOffer
 from kvevents_service.engine.registration import Timeouts
 from kvevents_service.engine.vllm_loads import HitRules
 from kvevents_service.engine.vllm_scheduler import Rules, Said, SchedulerHalf
@@ -170,6 +171,7 @@ class ToyClient:
         self.away = False
         self._pool = pool
         self._ended: list[StepDone | Loaded] = []
+        self._posted: list[tuple[Sequence[MakeOffer], list[Offer]]] = []
         self._ids = 0
         self._open: dict[int, list[tuple[int, Content]]] = {}
         self._loads: dict[int, list[tuple[int, Content]]] = {}
@@ -212,6 +214,14 @@ class ToyClient:
         self._hear(self.copies.perform(self.core.step(SESSION, step, 0.0)))
         return number
 
+    def post_step(
+        self, makers: Sequence[MakeOffer], finished: Sequence[str], preempted: Sequence[str]
+    ) -> int | None:
+        """Sent at once, and made once more at the next poll: a request's buffers only grow."""
+        offers = [make() for make in makers]
+        self._posted.append((makers, offers))
+        return self.step(offers, finished, preempted)
+
     def _promises(self, offer: Offer) -> Iterator[tuple[int, Content]]:
         for place, block_id in enumerate(unpack_int32(offer.block_ids)):
             yield block_id, (offer.group, offer.block_hashes[place * 32 : place * 32 + 32])
@@ -241,7 +251,12 @@ class ToyClient:
         return number
 
     def begin_lookups(
-        self, prompts: Sequence[tuple[str, Sequence[bytes]]], start_tokens: int = 0, *, fine: bool = False
+        self,
+        prompts: Sequence[tuple[str, Sequence[bytes]]],
+        start_tokens: int = 0,
+        *,
+        fine: bool = False,
+        post: bool = False,
     ) -> list[int]:
         begun = [self.begin_lookup(request_id, names, start_tokens, fine=fine) for request_id, names in prompts]
         return [number for number in begun if number is not None]
@@ -287,6 +302,9 @@ class ToyClient:
 
     def poll(self, wait_s: float = 0.0) -> Completions:
         self.counters["toy_polls"] += 1
+        for makers, offers in self._posted:
+            assert [make() for make in makers] == offers, "an offer that is made late is another one"
+        self._posted.clear()
         ended, self._ended = self._ended, []
         steps = [end for end in ended if isinstance(end, StepDone)]
         return Completions(steps, [end for end in ended if isinstance(end, Loaded)])
