@@ -51,10 +51,6 @@ class Connection:
     def __repr__(self) -> str:
         return f"<Connection fd={self._socket.fileno()} unsent={len(self._outbox)}>"
 
-    def fileno(self) -> int:
-        """The socket's; -1 once it is closed."""
-        return self._socket.fileno()
-
     @property
     def stalled(self) -> bool:
         """The sidecar has not taken everything that was sent."""
@@ -108,9 +104,15 @@ class Connection:
     def wait(self, wait_s: float) -> None:
         """Sleep until something may have arrived, or can be sent. Changes nothing, so it needs no lock."""
         poller = select.poll()  # of its own: one poll object serves one thread at a time
-        with suppress(ValueError):  # another thread has closed it, and there is no socket any more
-            poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        if self.register(poller):
             poller.poll(max(0.0, wait_s) * 1000)
+
+    def register(self, poller: select.poll) -> bool:
+        """Let it wait for what `wait` waits for. False: another thread has closed it, and there is no socket."""
+        with suppress(ValueError):
+            poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+            return True
+        return False
 
     def at_eof(self) -> bool:
         """Read some and throw it away; True once the sidecar has closed the connection."""

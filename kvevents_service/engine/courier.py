@@ -3,7 +3,7 @@
     post(parcel) -> the parcel's messages are made and sent, in order -> `sent` is told whether they were
 
 To pack a step and to hand it to the kernel takes longer than to decide about it. A step loop that posts goes on at
-once: the courier works when the loop waits for the device, and Python's lock is free. It starts with the first post.
+once: the courier works while the loop waits for the device, and Python's lock is free. The first post starts it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Courier:
         self._parcels.append((self._recalls, parcel))
         if self._asleep:
             nowait.ring(self._bell)
+        if self._closing:  # since it was asked above, and there is nobody to send it
+            self._end()
         return True
 
     def recall(self) -> None:
@@ -77,11 +79,14 @@ class Courier:
         if self._thread is not None:
             nowait.ring(self._bell)
             self._thread.join(wait_s)
-        with self._line.lock:
-            self.recall()
+        self._end()
         if self._thread is not None and not self._thread.is_alive():
             os.close(self._bell)
             self._thread = None
+
+    def _end(self) -> None:
+        with self._line.lock:
+            self.recall()
 
     # its thread
 
@@ -107,14 +112,14 @@ class Courier:
             self._complain(error)
         self._closing = True
         self._line.heard = None
-        with self._line.lock:
-            self.recall()
+        self._end()
 
     def _deliver(self) -> None:
         while self._parcels and not self._closing:
             with suppress(IndexError):  # it has just been recalled
                 recalls, parcel = self._parcels.popleft()
                 parcel.sent(self._send(recalls, parcel))
+                del parcel  # and with it, here, what a request that has ended leaves behind
 
     def _send(self, recalls: int, parcel: Parcel) -> bool:
         try:
@@ -129,10 +134,8 @@ class Courier:
         """Sleep until there is a parcel, or something to take in, and take it in."""
         link, poller = self._line.link, select.poll()
         poller.register(self._bell, select.POLLIN)
-        if link is not None:
-            with suppress(ValueError):  # it has just been closed
-                poller.register(link.connection, select.POLLIN)
-                self._line.heard = link
+        if link is not None and link.connection.register(poller):
+            self._line.heard = link
         self._asleep = True
         if not self._parcels and not self._closing:
             poller.poll(SLICE_S * 1000)

@@ -33,16 +33,28 @@ class State(NamedTuple):
     tokens: int
 
 
+class Attempt:
+    """How a request's offers fare: all that is kept of one that is gone. `lives` rises when its cursors go back."""
+
+    __slots__ = ("lives", "patience")
+
+    def __init__(self) -> None:
+        self.lives = 0
+        self.patience = Patience()
+
+    def __repr__(self) -> str:
+        return f"<Attempt {self.lives}>"
+
+
 class Track:
-    """A scheduled request: `offered` counts logical blocks a group. `lives` rises when the cursors go back."""
+    """A scheduled request: `offered` counts logical blocks a group."""
 
     __slots__ = (
+        "attempt",
         "computed",
         "confirmed",
         "ending",
-        "lives",
         "offered",
-        "patience",
         "states",
         "tables",
         "unsent",
@@ -55,11 +67,11 @@ class Track:
         self.tables = tables
         self.walks = [KeyWalk(view.identity, each.block_size) for each in spans]
         self.offered = [0] * len(spans)
-        self.confirmed = self.computed = self.lives = 0
+        self.confirmed = self.computed = 0
         self.ending = False
         self.states: list[State] = []
         self.unsent: list[State] = []
-        self.patience = Patience()
+        self.attempt = Attempt()
 
     def __repr__(self) -> str:
         return f"<Track {self.view.request_id} {self.confirmed} tokens, offered {self.offered}>"
@@ -68,9 +80,13 @@ class Track:
         self.confirmed = max(self.confirmed, tokens)
         self.computed = max(self.computed, computed, tokens)
 
+    def claim(self) -> EagerClaim:
+        """For what is offered of it now."""
+        return EagerClaim(self.view.request_id, self.attempt, self.attempt.lives)
+
     def rewind(self) -> None:
         """Offer everything again. Not if it is ending: what was offered may be freed."""
-        self.lives += 1
+        self.attempt.lives += 1
         if self.ending:
             return
         self.offered = [0] * len(self.offered)
@@ -78,9 +94,10 @@ class Track:
 
 
 class EagerClaim(NamedTuple):
-    """A track, and the life in which it was offered."""
+    """A request, and the life in which it was offered. Its buffers are not kept for it."""
 
-    track: Track
+    request_id: str
+    attempt: Attempt
     life: int
 
 
@@ -128,7 +145,7 @@ class EagerPlanner(Planner[EagerClaim]):
         track.states.append(state)
         draft: Draft[EagerClaim] = Draft(self.book.room)
         if boundary_tokens <= track.confirmed and self._add_state(draft, track, state, block_id):
-            draft.claims.append(EagerClaim(track, track.lives))
+            draft.claims.append(track.claim())
             self._keep(draft)
         else:
             track.unsent.append(state)
@@ -206,7 +223,7 @@ class EagerPlanner(Planner[EagerClaim]):
     def _collect(self, draft: Draft[EagerClaim]) -> None:
         due, self._due = self._due, {}
         for request_id, track in due.items():
-            if draft.room <= 0 or track.patience.rests(self._plans) or self._add(draft, track):
+            if draft.room <= 0 or track.attempt.patience.rests(self._plans) or self._add(draft, track):
                 self._due[request_id] = track
 
     def _add(self, draft: Draft[EagerClaim], track: Track) -> int:
@@ -218,7 +235,7 @@ class EagerPlanner(Planner[EagerClaim]):
             if not self._add_found(draft, track, state):
                 track.unsent.append(state)
         if len(draft.makers) > before:
-            draft.claims.append(EagerClaim(track, track.lives))
+            draft.claims.append(track.claim())
         return left + len(track.unsent)
 
     def _add_group(self, draft: Draft[EagerClaim], track: Track, spans: Spans) -> int:
@@ -273,24 +290,26 @@ class EagerPlanner(Planner[EagerClaim]):
 
     def _lose(self, claims: Sequence[EagerClaim]) -> None:
         super()._lose(claims)
-        for track, life in claims:
-            if track.lives == life:
-                track.patience.lose(self._plans)
-                self._rewind(track)
+        for request_id, attempt, life in claims:
+            if attempt.lives == life:
+                attempt.patience.lose(self._plans)
+                track = self._tracks.get(request_id)
+                if track is not None and track.attempt is attempt:
+                    self._rewind(track)
 
     def _win(self, claims: Sequence[EagerClaim]) -> None:
-        for track, life in claims:
-            if track.lives == life:
-                track.patience.recover()
+        for _, attempt, life in claims:
+            if attempt.lives == life:
+                attempt.patience.recover()
 
     def _rewind(self, track: Track) -> None:
         track.rewind()
-        if not track.ending and self._tracks.get(track.view.request_id) is track:
+        if not track.ending:
             self._due[track.view.request_id] = track
 
     def offer_all_again(self) -> None:
         for track in self._tracks.values():
-            track.patience.recover()
+            track.attempt.patience.recover()
             self._rewind(track)
 
     def reset(self) -> None:

@@ -18,6 +18,7 @@ from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 class RequestView(NamedTuple):
     """A request's own buffers, never copied: the engine appends to them, and what was there stays as it is.
 
+    owner: whom the buffers belong to; not let go of before them.
     fine_tokens: where a hit of the same prompt should end although it may be inside a block; whole hash units, for
     the engine the last ones of a prompt that leave it a token to compute. 0: its hits end where blocks do.
     """
@@ -27,6 +28,7 @@ class RequestView(NamedTuple):
     token_ids: Sequence[int]
     identity: Identity = PLAIN
     fine_tokens: int = 0
+    owner: object = None
 
 
 class Spans:

@@ -56,20 +56,18 @@ log = init_logger("vllm.kvevents")
 class KVEventsMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to every worker, with each step."""
 
-    __slots__ = ("said",)
-
-    def __init__(self, said: Said) -> None:
-        self.said = said
+    said: Said
 
 
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """From the workers to the scheduler: every one of them has computed this step."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    step: int
 
     def aggregate(self, other: StepReport) -> StepReport:
-        return StepReport(min(self.step, other.step))
+        first = StepReport()
+        first.step = min(self.step, other.step)
+        return first
 
 
 @dataclass
@@ -199,7 +197,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker = self._worker
         try:
             if worker is not None:
-                worker.computed()
+                worker.end_step()
         except Exception:  # noqa: BLE001  as in `or_leave`, without a call more: it is in every step
             assert worker is not None, "it was asked"
             leave(worker, log.exception)
@@ -216,7 +214,11 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return set() if self._worker is None or not self._worker.said.ended else self._worker.bad_blocks()
 
     def build_connector_worker_meta(self) -> StepReport | None:
-        return None if self._worker is None else StepReport(self._worker.report())
+        if self._worker is None:
+            return None
+        report = StepReport()
+        report.step = self._worker.computed
+        return report
 
     # the scheduler
 
@@ -260,7 +262,9 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         said = self._scheduler.begin_step(scheduler_output)
         if self._marking is not None:
             self._marking.begun = said.step
-        return KVEventsMetadata(said)
+        metadata = KVEventsMetadata()
+        metadata.said = said
+        return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.kv_connector_worker_meta

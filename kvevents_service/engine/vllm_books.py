@@ -1,6 +1,6 @@
 """The books of vLLM's steps: which request is where, and what of it the planner may offer.
 
-    (begin | end | note_step)* -> replay(landed) -> the planner plans
+    (begin | end | a step is noted)* -> replay(landed) -> the planner plans
 
 What happens is noted and no more: vLLM's scheduler waits. `replay` takes it in, several steps at once, in order.
 Nothing may be offered between a note and its replay: a request that was preempted has lost its blocks. One that
@@ -63,6 +63,7 @@ class NotedEnd(NamedTuple):
 class Books:
     """`requests` are those that have blocks. `view` is what the planner is to know of one.
 
+    `noted`: a step is added to it when it is scheduled, with what it `starts`.
     `let_go`: a request may have given blocks up since it was set to False.
     """
 
@@ -106,12 +107,9 @@ class Books:
         """It has been given blocks."""
         self.requests[request.request_id] = request
 
-    def note_step(self, number: int, output: StepOutput) -> None:
-        """This is scheduled now."""
-        started: Sequence[Started] = ()
-        if output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids:
-            started = list(self._starts(output))
-        self.noted.append(NotedStep(number, output, started))
+    def starts(self, output: StepOutput) -> Sequence[Started]:
+        """What is scheduled for the first time in a step, or again."""
+        return list(self._starts(output))
 
     def _starts(self, output: StepOutput) -> Iterator[Started]:
         cached, resumed = output.scheduled_cached_reqs, output.scheduled_cached_reqs.resumed_req_ids
@@ -145,7 +143,7 @@ class Books:
             index = spans.group.index
             first = firsts[index] if firsts else 0
             needed += tables[index][first : -(-tokens // spans.block_size)]
-        return [block for block in needed if block != NULL_BLOCK]
+        return [block for block in needed if block != NULL_BLOCK] if NULL_BLOCK in needed else needed
 
     # replay
 
@@ -167,7 +165,8 @@ class Books:
             self._preempt(request_id)
         for started in note.started:
             self._start(started, note.number)
-        self._grow(output.scheduled_cached_reqs)
+        if any(output.scheduled_cached_reqs.new_block_ids):
+            self._grow(output.scheduled_cached_reqs)
         if note.number > self._landed and output.total_num_scheduled_tokens:
             self._flights.begin(note.number, list(self._shares(note)))
 

@@ -104,19 +104,19 @@ class Loads:
         self.arrived: dict[str, VllmRequest] = {}
         self._asked: dict[str, Asked] = {}
         self._found: dict[str, Found] = {}
-        self._loading: dict[int, Loading] = {}
-        self._late: dict[int, Loading] = {}
-        self._ended: dict[str, LoadEnd] = {}
+        self.loading: dict[int, Loading] = {}
+        self.late: dict[int, Loading] = {}
+        self.ended: dict[str, LoadEnd] = {}
         self._missed: set[str] = set()
 
     def __repr__(self) -> str:
-        counts = f"found={len(self._found)} loading={len(self._loading)} late={len(self._late)}"
+        counts = f"found={len(self._found)} loading={len(self.loading)} late={len(self.late)}"
         return f"<Loads {counts} held={self._held_blocks}>"
 
     @property
     def under_way(self) -> bool:
         """The sidecar owes us the end of a load."""
-        return bool(self._loading or self._late)
+        return bool(self.loading or self.late)
 
     # hits
 
@@ -155,7 +155,7 @@ class Loads:
         get hold of ever more blocks.
         """
         first, stop = local_tokens // self._unit, (request.num_tokens - 1) // self._unit
-        if local_tokens % self._align or stop <= first or request.request_id in self._missed or self._late:
+        if local_tokens % self._align or stop <= first or request.request_id in self._missed or self.late:
             self.release(request.request_id)
             return 0
         found = self._found.get(request.request_id)
@@ -219,7 +219,7 @@ class Loads:
         self._pool.touch(block_ids)
         self._held_blocks += len(block_ids)
         deadline = self._clock() + self._rules.timeout_s
-        self._loading[load_id] = Loading(request_id, units, block_ids, deadline)
+        self.loading[load_id] = Loading(request_id, units, block_ids, deadline)
         self.counters["loads"] += 1
 
     def _targets(self, tables: Sequence[Sequence[int]], start: int, tokens: int) -> list[int]:
@@ -233,8 +233,8 @@ class Loads:
     def settle(self, loaded: Iterable[Loaded]) -> None:
         """Loads have ended."""
         for end in loaded:
-            late = self._late.pop(end.load_id, None)
-            loading = late or self._loading.pop(end.load_id, None)
+            late = self.late.pop(end.load_id, None)
+            loading = late or self.loading.pop(end.load_id, None)
             if loading is None:
                 continue
             self._pool.free(loading.block_ids[::-1])
@@ -245,30 +245,30 @@ class Loads:
     def _report(self, loading: Loading, units: int) -> None:
         if units == loading.units and not loading.void:
             self.counters["loaded_tokens"] += units * self._unit
-            self._ended[loading.request_id] = LoadEnd()
+            self.ended[loading.request_id] = LoadEnd()
         else:
             self._fail(loading, LoadEnd(True, tuple(loading.block_ids) if self._one_group else ()))
 
     def expire(self) -> None:
         """Whoever waits too long is computed, in other blocks: these are held until its load has ended."""
-        now = self._clock() if self._loading else 0.0
-        for load_id, loading in list(self._loading.items()):
+        now = self._clock() if self.loading else 0.0
+        for load_id, loading in list(self.loading.items()):
             if now > loading.deadline:
                 self.counters["loads_late"] += 1
-                self._late[load_id] = self._loading.pop(load_id)
+                self.late[load_id] = self.loading.pop(load_id)
                 self._fail(loading, LoadEnd(failed=True))
 
     def _fail(self, loading: Loading, end: LoadEnd) -> None:
         self.counters["loads_failed"] += 1
-        self._ended[loading.request_id] = end
+        self.ended[loading.request_id] = end
         if not loading.gone:
             self._missed.add(loading.request_id)
 
     def take_ended(self) -> dict[str, LoadEnd]:
         """What has ended since the last time, by request."""
-        if not self._ended:
+        if not self.ended:
             return NOTHING
-        ended, self._ended = self._ended, {}
+        ended, self.ended = self.ended, {}
         return ended
 
     # the ends of requests, and of everything
@@ -277,13 +277,13 @@ class Loads:
         """The request has ended. A load of it goes on, and ends as ever."""
         self.release(request_id)
         self._missed.discard(request_id)
-        for load_id, loading in self._loading.items():
+        for load_id, loading in self.loading.items():
             if loading.request_id == request_id:
-                self._loading[load_id] = loading._replace(gone=True)
+                self.loading[load_id] = loading._replace(gone=True)
 
     def reset(self) -> None:
         """What is stored is void, and so is what is being loaded."""
         self.arrived.clear()
         for request_id in [*self._found, *self._asked]:
             self.release(request_id)
-        self._loading = {number: loading._replace(void=True) for number, loading in self._loading.items()}
+        self.loading = {number: loading._replace(void=True) for number, loading in self.loading.items()}

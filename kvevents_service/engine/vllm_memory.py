@@ -26,13 +26,15 @@ class RankMemory(NamedTuple):
 
 
 class RankDevice(Protocol):
-    """Where a rank computes. `share` and `close` come in pairs."""
+    """Where a rank computes. `share` and `close` come in pairs. `behind`: a step may run on after its call."""
+
+    behind: bool
 
     def share(self, places: Sequence[Place]) -> RankMemory:
         """Share every storage once. ConfigError if it cannot be."""
 
     def mark(self, step: int) -> bool:
-        """All of this step has been given to the device. False: then it is done, too, and needs no mark."""
+        """All of this step has been given to the device. False: it is done, too, and needs no mark."""
 
     def close(self) -> None:
         """The sidecar has let go of the memory."""
@@ -43,6 +45,8 @@ class RankDevice(Protocol):
 
 class HostDevice:
     """A step has been computed when the call for it returns."""
+
+    behind = False
 
     def share(self, places: Sequence[Place]) -> RankMemory:
         """Storages stay shared: it cannot be taken back, and need not be."""
@@ -75,6 +79,8 @@ def _share_in_place(storage: Any) -> tuple[Memory, int]:
 
 class CudaDevice:
     """The device whose context is the calling thread's. `stream`: the one that the steps run on, now."""
+
+    behind = True
 
     def __init__(self, driver: Driver, stream: Callable[[], int]) -> None:
         self._driver = driver

@@ -63,13 +63,11 @@ class EnginePool:
     # references
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        blocks = self._pool.blocks
-        self._pool.touch([blocks[block_id] for block_id in block_ids])
+        self._pool.touch(list(map(self._pool.blocks.__getitem__, block_ids)))
 
     def free(self, block_ids: Iterable[int]) -> None:
         """The first one is reused first."""
-        blocks = self._pool.blocks
-        self._pool.free_blocks([blocks[block_id] for block_id in block_ids])
+        self._pool.free_blocks(list(map(self._pool.blocks.__getitem__, block_ids)))
 
     # the prefix cache
 

@@ -58,4 +58,5 @@ def identity_of(request: VllmRequest, digest: EmbedsDigest) -> Identity:
 def view_of(request: VllmRequest, digest: EmbedsDigest, fine_unit: int = 0) -> RequestView:
     """`fine_unit`: tokens of a hash unit, if hits may end inside a block; else 0."""
     fine = (request.num_prompt_tokens - 1) // fine_unit * fine_unit if fine_unit else 0
-    return RequestView(request.request_id, request.block_hashes, request.all_token_ids, identity_of(request, digest), fine)
+    identity = identity_of(request, digest)
+    return RequestView(request.request_id, request.block_hashes, request.all_token_ids, identity, fine, request)

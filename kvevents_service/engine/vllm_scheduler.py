@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvevents_service.core.groups import PREFIX_KINDS
 from kvevents_service.engine.client import Completions, OffloadClient
 from kvevents_service.engine.lazy import LazyPlanner
@@ -20,9 +22,9 @@ from kvevents_service.engine.offers import OfferBook
 from kvevents_service.engine.plan import Planner
 from kvevents_service.engine.planner import EagerPlanner
 from kvevents_service.engine.spans import RequestView, Spans
-from kvevents_service.engine.vllm_books import Books, StepOutput
+from kvevents_service.engine.vllm_books import Books, NotedStep, StepOutput
 from kvevents_service.engine.vllm_flights import Flights
-from kvevents_service.engine.vllm_loads import HitRules, LoadEnd, Loads
+from kvevents_service.engine.vllm_loads import NOTHING, HitRules, LoadEnd, Loads
 from kvevents_service.engine.vllm_pool import BlockPool, CacheKey, EnginePool
 from kvevents_service.engine.vllm_request import EmbedsDigest, VllmRequest, view_of
 from kvevents_service.wire.control import GroupSpec
@@ -34,7 +36,7 @@ LINGER_S = 1.0
 RESET_RETRY_S = 1.0
 
 
-class Said(NamedTuple):
+class Said(msgspec.Struct, frozen=True):
     """What the workers are told of a step: its number, and loads that have ended, by request."""
 
     step: int
@@ -134,10 +136,11 @@ class SchedulerHalf:
     # steps
 
     def begin_step(self, output: StepOutput) -> Said:
-        """This is scheduled now."""
+        """This is scheduled now. It is in every step, so it calls nothing that it need not."""
         self._step = step = self._step + 1
         loads, tokens = self.loads, output.total_num_scheduled_tokens
-        self._books.note_step(step, output)
+        starts = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        self._books.noted.append(NotedStep(step, output, self._books.starts(output) if starts else ()))
         if loads.arrived:
             loads.ask_more()
         if step >= self._due or not tokens or output.preempted_req_ids:
@@ -145,9 +148,9 @@ class SchedulerHalf:
         elif self._open_steps and step >= self._look and self._short(tokens):
             self._look = 2 * step - self._due + self.batch_steps
             self.collect()
-        elif loads.under_way:
+        elif loads.loading or loads.late:
             self.collect()
-        return Said(step, loads.take_ended())
+        return Said(step, loads.take_ended() if loads.ended else NOTHING)
 
     def _short(self, tokens: int) -> bool:
         """Somebody may wait for blocks, and some may be held for the sidecar alone. `tokens`: of this step.

@@ -31,7 +31,8 @@ class Rank(NamedTuple):
 class WorkerHalf:
     """On a device a step is reported as soon as it has been given to it: the sidecar waits for its mark.
 
-    `said` is that of the step that is about to run, or runs.
+    `said` is that of the step that is about to run, or runs. `computed`: the last step that has been given to the
+    device, with all before it.
     """
 
     def __init__(self, socket_path: str, rank: Rank, device: RankDevice) -> None:
@@ -40,11 +41,11 @@ class WorkerHalf:
         self._rank = rank
         self._device = device
         self._places: list[Place] = []
-        self._computed = BEFORE_ALL
+        self.computed = BEFORE_ALL
         self.said = Said(BEFORE_ALL, {})
 
     def __repr__(self) -> str:
-        return f"<WorkerHalf rank {self._rank.rank} of {self._rank.ranks}, step {self._computed}, {self.client!r}>"
+        return f"<WorkerHalf rank {self._rank.rank} of {self._rank.ranks}, step {self.computed}, {self.client!r}>"
 
     # memory
 
@@ -54,7 +55,7 @@ class WorkerHalf:
         memories, regions, fds, events = self._device.share(places)
         layout = RankLayout(*self._rank, memories, regions, fds, events)
         self.client = RankClient(self._socket_path, layout)
-        self._mark(max(self._computed, 0))
+        self._mark(max(self.computed, 0))
         self.client.wait_dialled(GREETING_S)
 
     def take_back(self) -> bool:
@@ -79,14 +80,11 @@ class WorkerHalf:
 
     # steps
 
-    def computed(self) -> None:
+    def end_step(self) -> None:
         """All of this step has been given to the device."""
-        self._computed = self.said.step
-        self._mark(self._computed)
-
-    def report(self) -> int:
-        """The last step that has been given to the device, with all before it."""
-        return self._computed
+        self.computed = self.said.step
+        if self._device.behind:
+            self._mark(self.computed)
 
     def _mark(self, step: int) -> None:
         if self.client is not None and self._device.mark(step):

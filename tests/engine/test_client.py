@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvevents_service.engine.client import NO_HIT, OffloadClient, PrefixHit, Timeouts
+from kvevents_service.engine.courier import MAX_PARCELS
 from kvevents_service.engine.layout import EngineLayout, SharedMemory, uniform_layers
 from kvevents_service.testing import Chain, make_chain
 from kvevents_service.wire.control import GroupSpec, Memory, Offer
@@ -209,3 +210,93 @@ def test_closing_waits_for_the_sidecar_to_let_go(sidecar: Sidecar, client: Offlo
     store(client, 1)
     assert client.close(LONG_S)
     assert client.step([chain(2).offer(range(4))]) is None
+
+
+def post(client: OffloadClient, seed: int) -> int | None:
+    return client.post_step([lambda: chain(seed).offer(range(4))])
+
+
+def until_none_is_outstanding(client: OffloadClient) -> dict[int, int]:
+    """Wait for all ends; returns how many blocks each step stored."""
+    stored: dict[int, int] = {}
+    deadline = time.monotonic() + LONG_S
+    while client.outstanding:
+        assert time.monotonic() < deadline
+        stored.update((done.step_id, done.stored) for done in client.poll(0.05).steps)
+    return stored
+
+
+def test_what_is_posted_is_stored_and_found_like_what_is_sent(sidecar: Sidecar, client: OffloadClient) -> None:
+    assert post(client, 1) is None
+    sidecar.start()
+    client.wait_connected(LONG_S)
+    numbers = [post(client, seed) for seed in range(8)]
+    assert until_none_is_outstanding(client) == dict.fromkeys(numbers, 4)
+    prompts = [(f"r{seed}", chain(seed).hashes) for seed in (3, 9)]
+    asked = client.begin_lookups(prompts, post=True)
+    assert [client.end_lookup(number).blocks for number in asked] == [4, 0]
+    dropped = client.begin_lookups(prompts[:1], post=True)
+    client.drop_lookup(dropped[0])
+    assert client.counters["client_errors"] == 0
+    assert client.counters["steps_sent"] == 8
+
+
+def test_nothing_that_was_posted_before_a_reset_is_stored_behind_it(
+    sidecar: Sidecar, client: OffloadClient
+) -> None:
+    sidecar.start()
+    client.wait_connected(LONG_S)
+    for attempt in range(5):
+        numbers = [post(client, 8 * attempt + at) for at in range(8)]
+        asked = client.begin_lookups([("r", chain(0).hashes)], post=True)
+        assert client.reset(LONG_S) is not None
+        inspected = client.inspect(residents=True)
+        assert inspected is not None
+        assert [each.block_hashes for each in inspected.residents] == [b""]
+        assert set(until_none_is_outstanding(client)) == set(numbers)
+        assert client.end_lookup(asked[0]) == NO_HIT
+    assert client.outstanding == 0
+
+
+def test_what_was_posted_ends_when_its_sidecar_dies(sidecar: Sidecar, client: OffloadClient) -> None:
+    sidecar.start()
+    client.wait_connected(LONG_S)
+    sidecar.send(signal.SIGSTOP)
+    numbers = [post(client, seed) for seed in range(8)]
+    sidecar.end(signal.SIGKILL)
+    assert until_none_is_outstanding(client) == dict.fromkeys(numbers, 0)
+
+
+def test_posting_to_a_sidecar_that_stops_reading_waits_for_nothing(sidecar: Sidecar, client: OffloadClient) -> None:
+    sidecar.start()
+    client.wait_connected(LONG_S)
+    sidecar.send(signal.SIGSTOP)
+    big = Offer("r", 0, b"h" * 32, bytes(1 << 20), b"\0\0\0\0")
+    posted = [client.post_step([lambda: big]) for _ in range(2 * MAX_PARCELS)]
+    assert None in posted, "so many are not kept"
+    sidecar.send(signal.SIGCONT)
+    assert set(until_none_is_outstanding(client)) == {number for number in posted if number is not None}
+    assert until_step(client, store(client, 1)) == 4
+
+
+def test_an_offer_that_cannot_be_made_ends_its_step_and_no_other(sidecar: Sidecar, client: OffloadClient) -> None:
+    sidecar.start()
+    client.wait_connected(LONG_S)
+    bad = client.post_step([lambda: Offer("r", 1 << 70, b"", b"", b"")])
+    worse = client.post_step([lambda: chain(1).offer(range(-1, 1 << 40))])
+    good = post(client, 1)
+    assert until_none_is_outstanding(client) == {bad: 0, worse: 0, good: 4}
+    assert client.counters["client_errors"] == 2
+
+
+def test_an_idle_engine_finds_a_new_sidecar(sidecar: Sidecar, client: OffloadClient) -> None:
+    sidecar.start()
+    client.wait_connected(LONG_S)
+    assert until_step(client, post(client, 1) or 0) == 4
+    first = client.boot_id
+    sidecar.end(signal.SIGKILL)
+    sidecar.start()
+    deadline = time.monotonic() + LONG_S
+    while client.boot_id in (None, first):  # nobody polls
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -292,13 +292,17 @@ def test_a_worker_reports_what_was_computed_and_lends_its_memory_again(
     made = connector(module, KVConnectorRole.WORKER)
     storage = torch.zeros(64, dtype=torch.uint8).untyped_storage()
     made._worker.lend([Place("layer", storage, 0, 8, 8)])
-    made.bind_connector_metadata(module.KVEventsMetadata(module.Said(7, {})))
+    metadata = module.KVEventsMetadata()
+    metadata.said = module.Said(7, {})
+    made.bind_connector_metadata(metadata)
     made.start_load_kv(None)
     made.wait_for_layer_load("layer")
     made.save_kv_layer("layer", None, None)
     made.handle_preemptions(None)
     made.wait_for_save()
-    assert made.build_connector_worker_meta().aggregate(module.StepReport(5)).step == 5
+    other = module.StepReport()
+    other.step = 5
+    assert made.build_connector_worker_meta().aggregate(other).step == 5
     assert made.get_finished(set()) == (None, set())
     assert made.get_transfer_results(set()).finished_recving == set()
     assert made.get_block_ids_with_load_errors() == set()

@@ -28,6 +28,8 @@ SOON_S = 0.1
 class Marked(HostDevice):
     """A device without events: there a mark says that the bytes are written."""
 
+    behind = True
+
     def mark(self, step: int) -> bool:
         return True
 
@@ -44,7 +46,7 @@ class Both:
 
     def compute(self, step: int) -> None:
         self.worker.said = Said(step, {})
-        self.worker.computed()
+        self.worker.end_step()
 
     def close(self) -> None:
         self.client.close()

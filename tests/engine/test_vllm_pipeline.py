@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from kvevents_service.engine.vllm_memory import HostDevice
 from kvevents_service.engine.vllm_scheduler import Said
 from kvevents_service.engine.vllm_worker import Rank, WorkerHalf
 
+STEP_S = 0.001
+"""A step takes a moment, in which other threads run: steps that take none outrun any courier."""
 BLOCKS = 40
 STAGES = ({"layers.0": 64, "layers.1": 64}, {"layers.2": 24})
 """Bytes of a block in each layer of a stage."""
@@ -79,9 +82,10 @@ class Pipeline(ToyVllm):
         return said
 
     def run(self) -> None:
+        time.sleep(STEP_S)
         for stage in self.stages:
-            stage.worker.computed()
-        assert {stage.worker.report() for stage in self.stages} == {self.flights[0].number}
+            stage.worker.end_step()
+        assert {stage.worker.computed for stage in self.stages} == {self.flights[0].number}
         assert all(stage.worker.loaded() == set(self.flights[0].said.ended) for stage in self.stages)
         super().run()
 

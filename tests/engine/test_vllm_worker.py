@@ -29,6 +29,8 @@ BLOCKS, PAGE = 8, 64
 class Device(HostDevice):
     """A device whose marks are seen, and may fail."""
 
+    behind = True
+
     def __init__(self) -> None:
         self.marks: list[int] = []
         self.closed = 0
@@ -50,10 +52,10 @@ def place(cache: torch.Tensor) -> Place:
 
 def test_where_steps_end_before_they_return_each_is_computed_at_once() -> None:
     worker = WorkerHalf("/nowhere", RANK, HostDevice())
-    assert worker.report() < 0
+    assert worker.computed < 0
     worker.said = Said(5, {})
-    worker.computed()
-    assert worker.report() == 5
+    worker.end_step()
+    assert worker.computed == 5
 
 
 def test_on_a_device_each_step_is_marked_and_the_last_one_again_for_a_new_client() -> None:
@@ -62,15 +64,15 @@ def test_on_a_device_each_step_is_marked_and_the_last_one_again_for_a_new_client
     worker.lend([place(torch.zeros(BLOCKS * PAGE, dtype=torch.uint8))])
     for step in (1, 2):
         worker.said = Said(step, {})
-        worker.computed()
-        assert worker.report() == step
+        worker.end_step()
+        assert worker.computed == step
     assert device.marks == [0, 1, 2]
     assert worker.client is not None
     assert worker.client._marked == 2
     assert worker.take_back()
     assert device.closed == 1
     worker.said = Said(3, {})
-    worker.computed()
+    worker.end_step()
     assert device.marks == [0, 1, 2], "nobody to tell"
     worker.lend_again()
     assert device.marks == [0, 1, 2, 3]
@@ -85,8 +87,8 @@ def test_a_device_that_fails_ends_the_lending_and_no_step() -> None:
     device.fault = CudaError("cuEventRecord", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
     for step in (1, 2):
         worker.said = Said(step, {})
-        or_leave(worker, WorkerHalf.computed, told.append)
-        assert worker.report() == step
+        or_leave(worker, WorkerHalf.end_step, told.append)
+        assert worker.computed == step
     assert told == [WORKER_FAULT]
     or_leave(worker, WorkerHalf.lend_again, told.append)
     assert worker.client is None

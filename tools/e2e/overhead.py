@@ -2,7 +2,8 @@
 
 Three engines stand at the same time, all on one core, and answer the same prompts in turns, new ones in each round.
 The third one's connector does nothing: what it shows is taken off, as the cost of measuring. The sidecar has the
-other core, and so have the other connector's copies. Rounds measure by the clock, or the thread's time on a core.
+other core, and so have the other connector's copies; our courier is on the engines'. Rounds measure by the clock,
+or the thread's time on a core.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def _judged(rounds: dict[str, dict[str, list[Round]]]) -> dict[str, Any]:
         "target": TARGET,
         "us_per_step": steps["wall"],
         "cpu_us_per_step": steps["cpu"],
+        "beside_us_per_step": _beside(rounds["wall"]["KVEvents"]),
         "steps": {name: spent[-1]["steps"] for name, spent in rounds["wall"].items()},
         "by_kind": {name: _by_kind(spent) for name, spent in rounds["wall"].items()},
         "by_hook": {name: _by_hook(spent) for name, spent in rounds["wall"].items()},
@@ -88,6 +90,11 @@ def _per_step(rounds: list[Round]) -> float:
         sum(sum(hooks.values()) for hooks in each["us"].values()) / sum(each["steps"].values()) for each in rounds
     ]
     return round(median(means), 1)
+
+
+def _beside(rounds: list[Round]) -> float:
+    """Of our courier's thread, on the core, which no hook waits for."""
+    return round(median(each["beside_us"] / sum(each["steps"].values()) for each in rounds), 1)
 
 
 def _by_kind(rounds: list[Round]) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 Every hook that vLLM calls while it serves is measured, of both halves, in the thread that runs the engine's steps.
 `TimedNothing` does nothing in each: what it shows is what it costs to measure, with caches as cold as the others'.
+What our courier, a thread beside it, spends on a core is told too, by itself: no step waits for it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -48,6 +50,8 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 class _Spent:
     """By kind of step: steps, and seconds in each hook. A step is of its kind from `build_connector_meta` on."""
 
+    beside = 0.0
+
     def __init__(self) -> None:
         self.clock = CLOCKS["wall"]
         self.inside = False
@@ -72,10 +76,18 @@ def take(clock: str = "wall") -> dict[str, Any]:
     hooks: dict[str, dict[str, float]] = {}
     for (kind, name), seconds in _spent.hooks.items():
         hooks.setdefault(kind, {})[name] = round(seconds * 1e6, 1)
-    taken = {"steps": dict(_spent.steps), "us": hooks}
+    before, _spent.beside = _spent.beside, _courier_s()
+    beside = round((_spent.beside - before) * 1e6, 1)
+    taken = {"steps": dict(_spent.steps), "us": hooks, "beside_us": beside}
     _spent.clear()
     _spent.clock = CLOCKS[clock]
     return taken
+
+
+def _courier_s() -> float:
+    """Seconds on a core."""
+    threads = [thread.ident for thread in threading.enumerate() if thread.name == "kvevents-courier"]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident)
 
 
 def _measured(name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
