@@ -42,7 +42,8 @@ class Courier:
         self._complain = complain
         self._parcels: deque[tuple[int, Parcel]] = deque()
         self._recalls = 0
-        self._closing = self._asleep = False
+        self._closing = threading.Event()
+        self._asleep = False
         self._thread: threading.Thread | None = None
         self._bell = -1
 
@@ -56,14 +57,14 @@ class Courier:
 
     def post(self, parcel: Parcel) -> bool:
         """Leave it to be sent. False: it is not taken, and neither sent nor lost."""
-        if self._closing or len(self._parcels) >= MAX_PARCELS:
+        if self._closing.is_set() or len(self._parcels) >= MAX_PARCELS:
             return False
         if self._thread is None and not self._start():
             return False
         self._parcels.append((self._recalls, parcel))
         if self._asleep:
             nowait.ring(self._bell)
-        if self._closing:  # since it was asked above, and there is nobody to send it
+        if self._closing.is_set():  # since it was asked above, and there is nobody to send it
             self._end()
         return True
 
@@ -75,7 +76,7 @@ class Courier:
 
     def close(self, wait_s: float) -> None:
         """Lose what is left, and end the thread, if it ends within `wait_s`."""
-        self._closing = True
+        self._closing.set()
         if self._thread is not None:
             nowait.ring(self._bell)
             self._thread.join(wait_s)
@@ -97,7 +98,8 @@ class Courier:
             self._thread = threading.Thread(target=self._run, name="kvevents-courier", daemon=True)
             self._thread.start()
         except (RuntimeError, OSError) as error:
-            self._closing, self._thread = True, None
+            self._thread = None
+            self._closing.set()
             self._complain(error)
         return self._thread is not None
 
@@ -105,17 +107,17 @@ class Courier:
         with suppress(OSError):  # it must not take the core from the thread that has just rung
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
-            while not self._closing:
+            while not self._closing.is_set():
                 self._deliver()
                 self._listen()
         except Exception as error:  # noqa: BLE001 - the step loop takes in for itself then, and meets it too
             self._complain(error)
-        self._closing = True
+        self._closing.set()
         self._line.heard = None
         self._end()
 
     def _deliver(self) -> None:
-        while self._parcels and not self._closing:
+        while self._parcels and not self._closing.is_set():
             with suppress(IndexError):  # it has just been recalled
                 recalls, parcel = self._parcels.popleft()
                 parcel.sent(self._send(recalls, parcel))
@@ -137,7 +139,7 @@ class Courier:
         if link is not None and link.connection.register(poller):
             self._line.heard = link
         self._asleep = True
-        if not self._parcels and not self._closing:
+        if not self._parcels and not self._closing.is_set():
             poller.poll(SLICE_S * 1000)
         self._asleep = False
         with suppress(BlockingIOError):
