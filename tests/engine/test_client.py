@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,7 +209,9 @@ def test_closing_waits_for_the_sidecar_to_let_go(sidecar: Sidecar, client: Offlo
     sidecar.start()
     client.wait_connected(LONG_S)
     store(client, 1)
+    post(client, 2)
     assert client.close(LONG_S)
+    assert not any(thread.name == "kvevents-courier" for thread in threading.enumerate())
     assert client.step([chain(2).offer(range(4))]) is None
 
 
@@ -255,7 +258,12 @@ def test_nothing_that_was_posted_before_a_reset_is_stored_behind_it(
         assert [each.block_hashes for each in inspected.residents] == [b""]
         assert set(until_none_is_outstanding(client)) == set(numbers)
         assert client.end_lookup(asked[0]) == NO_HIT
-    assert client.outstanding == 0
+    gate = threading.Event()
+    slow = client.post_step([lambda: gate.wait(LONG_S) and chain(90).offer(range(4))])
+    behind = post(client, 91)
+    assert client.reset(LONG_S) is not None
+    gate.set()
+    assert until_none_is_outstanding(client) == {slow: 0, behind: 0}
 
 
 def test_what_was_posted_ends_when_its_sidecar_dies(sidecar: Sidecar, client: OffloadClient) -> None:

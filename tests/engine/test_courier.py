@@ -113,7 +113,11 @@ def test_one_that_is_far_behind_takes_no_more_and_what_is_recalled_is_never_sent
     assert heard(peer, 1) == [99]
 
 
-def test_it_takes_in_what_arrives_and_nobody_else_need_look(peer: Peer, post: Post) -> None:
+def test_it_takes_in_what_arrives_and_nobody_else_looks(
+    peer: Peer, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect, collectors = peer.line.collect, set[int]()
+    monkeypatch.setattr(peer.line, "collect", lambda: (collectors.add(threading.get_ident()), collect()))
     post.step(1)
     peer.line.send(Step(7, []))
     assert set(heard(peer, 2)) == {1, 7}
@@ -121,6 +125,24 @@ def test_it_takes_in_what_arrives_and_nobody_else_need_look(peer: Peer, post: Po
     peer.say(StepDone(7, 0, 0, 0))
     until(lambda: peer.line._ended)
     assert peer.line.take_ended(0.0) == [StepDone(7, 0, 0, 0)]
+    assert collectors == post.threads
+
+
+def test_what_ends_on_a_link_that_was_hung_up_is_looked_for_still(
+    peer: Peer, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_S", 10 * LONG_S)
+    peer.line.send(Step(7, []))
+    peer.line.hang_up()
+    other = Peer()
+    assert other.line.link is not None
+    peer.line.adopt(other.line.link)
+    post.step(1)
+    assert heard(other, 1) == [1]
+    until(lambda: peer.line.heard is peer.line.link)
+    peer.say(StepDone(7, 0, 0, 0))
+    until(lambda: peer.line.take_ended(0.0) == [StepDone(7, 0, 0, 0)])
+    other.close()
 
 
 def test_a_sidecar_that_is_gone_is_noticed_without_a_step(peer: Peer, post: Post) -> None:
@@ -131,7 +153,8 @@ def test_a_sidecar_that_is_gone_is_noticed_without_a_step(peer: Peer, post: Post
     assert peer.line.take_ended(0.0) == [StepDone(1, 0, 0, 0)]
 
 
-def test_it_pushes_out_a_frame_that_was_begun(peer: Peer, post: Post) -> None:
+def test_it_pushes_out_a_frame_that_was_begun(peer: Peer, post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLICE_S", 10 * LONG_S)
     post.step(1)
     assert heard(peer, 1) == [1]
     big = [Step(2, [], ["x" * (12 << 20)])]
