@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,12 +14,12 @@ from peers import peer, take
 
 from kvevents_service.items import Batch
 from kvevents_service.subscriber import Gap, Resync
-from kvevents_service.wire.control import Step
-from kvevents_service.wire.events import EventBatch
+from kvevents_service.wire.control import Inspected, Step
+from kvevents_service.wire.events import AllBlocksCleared, Event, EventBatch
 from kvevents_service.wire.frames import live_frames
 from tools.fuzz.messages import Keys, Messages, name
 from tools.fuzz.mutate import bad_body
-from tools.proving.follower import Follower, differences
+from tools.proving.follower import Follower, Observer, differences, level
 from tools.proving.process import LogLine, SidecarProcess, lag_quantile_s
 from tools.soak.numbers import Numbers
 from tools.soak.verdict import (
@@ -108,8 +109,30 @@ def test_a_quantile_of_lag_is_an_edge_of_its_bucket() -> None:
     assert [lag_quantile_s(metrics, share) for share in (0.5, 0.98, 0.99)] == [0.001, 0.01, 0.1]
 
 
-def batch(seq: int, *, replayed: bool = False) -> Batch:
-    return Batch(b"", seq, EventBatch(0.0, []), (), replayed)
+def batch(seq: int, *, replayed: bool = False, events: Sequence[Event] = ()) -> Batch:
+    return Batch(b"", seq, EventBatch(0.0, list(events)), (), replayed)
+
+
+class Books(Observer):
+    """A sidecar's books, one answer after the other: at these numbers, with so many copies under way."""
+
+    def __init__(self, *answers: tuple[int, int]) -> None:
+        self.answers = list(answers)
+
+    def inspect(self, *, residents: bool = True) -> Inspected:
+        next_seq, copies = self.answers.pop(0)
+        return Inspected(1, next_seq, 8, {"copies": copies})
+
+
+async def test_books_are_held_against_no_fold_that_knows_more() -> None:
+    follower = Follower()
+    for item in (batch(4), batch(5, events=[AllBlocksCleared()]), batch(6)):
+        follower.take(item)
+    books = Books((5, 1), (5, 0), (6, 0), (9, 0))
+    inspected = await level(books, follower, 10.0)
+    assert inspected is not None
+    assert inspected.next_seq == 6, "behind the last event; heartbeats are no events"
+    assert await level(books, follower, 0.1) is None, "it never reaches 9"
 
 
 def test_a_number_left_out_without_a_word_is_a_hole() -> None:

@@ -103,14 +103,18 @@ class OffloadClient(Registration):
         if self._line.usable and self._courier.post(Parcel(make, partial(self._sent_step, number))):
             return number
         self._posted.discard(number)
-        self.counters["steps_dropped"] += 1
+        self._count_step(sent=False)
         return None
 
     def _sent_step(self, number: int, sent: bool) -> None:
         if not sent:
             self._line.end(StepDone(number, 0, 0, 0))
         self._posted.discard(number)
-        self.counters["steps_sent" if sent else "steps_unsent"] += 1
+        self._count_step(sent)
+
+    def _count_step(self, sent: bool) -> None:
+        with self._line.lock:  # two threads count
+            self.counters["steps_sent" if sent else "steps_dropped"] += 1
 
     def lookup(
         self,

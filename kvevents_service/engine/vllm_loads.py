@@ -161,12 +161,15 @@ class Loads:
         found = self._found.get(request.request_id)
         if found is None or found[1:3] != (first, stop) or self._clock() > found.until:
             found = self._ask(request, first, stop)
+        if not found.hit.blocks:
+            return 0
         units = self._usable(found)
         return None if units and self._held_blocks >= self._most_blocks else units * self._unit
 
     def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
         hit = self._early(request.request_id, first, stop)
-        self.release(request.request_id)
+        if request.request_id in self._found:
+            self.release(request.request_id)
         if hit is None:
             names = request.block_hashes[first:stop]
             hit = self._client.lookup(request.request_id, names, first * self._unit, fine=self._rules.fine)

@@ -63,11 +63,12 @@ class EnginePool:
     # references
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        self._pool.touch(list(map(self._pool.blocks.__getitem__, block_ids)))
+        blocks = self._pool.blocks
+        self._pool.touch([blocks[block_id] for block_id in block_ids])
 
     def free(self, block_ids: Iterable[int]) -> None:
         """The first one is reused first."""
-        self._pool.free_blocks(list(map(self._pool.blocks.__getitem__, block_ids)))
+        self._pool.free_blocks(map(self._pool.blocks.__getitem__, block_ids))
 
     # the prefix cache
 

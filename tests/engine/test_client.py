@@ -242,6 +242,7 @@ def test_what_is_posted_is_stored_and_found_like_what_is_sent(sidecar: Sidecar, 
     client.drop_lookup(dropped[0])
     assert client.counters["client_errors"] == 0
     assert client.counters["steps_sent"] == 8
+    assert client.counters["steps_dropped"] == 1
 
 
 def test_nothing_that_was_posted_before_a_reset_is_stored_behind_it(

@@ -51,6 +51,7 @@ def test_a_view_is_of_the_requests_own_buffers() -> None:
     view = view_of(made, digest)
     assert view.unit_hashes is made.block_hashes
     assert view.token_ids is made.all_token_ids
+    assert view.owner is made, "which goes when they do, and not before"
     assert view.fine_tokens == 0
 
 

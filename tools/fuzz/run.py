@@ -15,7 +15,7 @@ import msgspec
 from kvevents_service.subscriber import Subscriber
 from tools.fuzz.attack import Told
 from tools.fuzz.beside import HealthyEngine
-from tools.proving.follower import Follower, Observer, differences, folded, quiet, resident
+from tools.proving.follower import Follower, Observer, differences, folded, level, resident
 from tools.proving.process import MIB, SidecarProcess
 
 TIERS = {"host_bytes": 1 * MIB, "disk_bytes": 16 * MIB, "host_blocks": 128, "disk_blocks": 512}
@@ -98,8 +98,8 @@ class Fuzz:
 
     async def _compare(self, subscriber: Subscriber, follower: Follower) -> None:
         observer = await asyncio.to_thread(Observer, self.sidecar.ready.engine_socket)
-        inspected = await quiet(observer, END_S)
-        if await follower.reach(inspected.next_seq, END_S):
+        inspected = await level(observer, follower, END_S)
+        if inspected is not None:
             self.faults += follower.faults() + differences(folded(subscriber), resident(inspected))
             for fold in subscriber.state().values():
                 self.faults += [f"the stream: {name}: {count}" for name, count in (+fold.faults).items()]

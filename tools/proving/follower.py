@@ -24,13 +24,13 @@ class Follower:
     """Consumes one subscriber.
 
     holes: numbers that were left out without a word. lost: a `Gap` was told and the state not told anew since.
-    anew: the state of a snapshot comes as several batches of one number.
+    anew: the state of a snapshot comes as several batches of one number. told: behind the last one with events.
     """
 
     def __init__(self) -> None:
         self.batches = self.gaps = self.holes = self.undecodable = self.resyncs = self.restarts = 0
         self.lost = False
-        self.next_seq = 0
+        self.next_seq = self.told = 0
         self._last: int | None = None
 
     def __repr__(self) -> str:
@@ -51,6 +51,7 @@ class Follower:
                 self.resyncs, self.lost, self._last = self.resyncs + 1, False, None
             case Restart():
                 self.restarts, self.lost, self._last = self.restarts + 1, False, None
+                self.told = 0
             case Undecodable():
                 self.undecodable += 1
 
@@ -61,6 +62,8 @@ class Follower:
             self.holes += 1
         self._last = item.seq
         self.next_seq = item.seq + 1
+        if item.batch.events:
+            self.told = self.next_seq
 
     def faults(self) -> list[str]:
         found = {
@@ -107,6 +110,21 @@ async def quiet(observer: Observer, wait_s: float) -> Inspected:
             if not (inspected.stats.get("transfers", 0) or inspected.stats["copies"]):
                 return inspected
             await asyncio.sleep(QUIET_POLL_S)
+
+
+async def level(observer: Observer, follower: Follower, wait_s: float) -> Inspected | None:
+    """The books as of the last event that the follower has; None if they are not to be had in time.
+
+    That no copy is under way is not enough: the disk is written to when it has time.
+    """
+    deadline = asyncio.get_running_loop().time() + wait_s
+    while (left := deadline - asyncio.get_running_loop().time()) > 0:
+        inspected = await quiet(observer, left)
+        if not await follower.reach(inspected.next_seq, left):
+            return None
+        if follower.told <= inspected.next_seq:
+            return inspected
+    return None
 
 
 def resident(inspected: Inspected) -> Shelves:

@@ -26,7 +26,7 @@ from kvevents_service.sockets import Receiver, connect
 from kvevents_service.subscriber import Subscriber
 from kvevents_service.wire.frames import LiveFrame, parse_replay_reply, replay_request
 from kvevents_service.wire.peek import starts_anew
-from tools.proving.follower import Follower, Observer, counters, differences, folded, quiet, resident
+from tools.proving.follower import Follower, Observer, counters, differences, folded, level, resident
 from tools.proving.process import Ready
 from tools.soak.numbers import Numbers
 
@@ -90,9 +90,9 @@ class Reader:
         """Catch up, and hold what was folded against the books."""
         async with asyncio.timeout(CATCH_UP_S):
             await self._stays.wait()
-        inspected = await quiet(observer, CATCH_UP_S)
-        if not await self.follower.reach(inspected.next_seq, CATCH_UP_S):
-            self.faults.append(f"it did not catch up with {inspected.next_seq}: {self.follower}")
+        inspected = await level(observer, self.follower, CATCH_UP_S)
+        if inspected is None:
+            self.faults.append(f"it did not catch up with the books: {self.follower}")
             return
         self.faults += self.follower.faults()
         if self.folds:
