@@ -88,7 +88,10 @@ class PromotingLoads(Loads):
 
     def _next_move(self, promotion: Promotion) -> Move:
         """A slice of the rest that gets room in the front tier. What gets none is not asked for again."""
-        move, room = Move(), self.tier.limits.slice_blocks if promotion.loading.good else 0
+        room = self.tier.limits.slice_blocks
+        if any(self.ladder.back.hash_of(slot) is None for own in promotion.rest for slot in own[:room]):
+            promotion.loading.good = False  # its bytes were found to be gone, while it waited
+        move, room = Move(), room if promotion.loading.good else 0
         left: list[list[int]] = []
         for own in promotion.rest:
             placed = move.add(self.ladder.back, own[:room], self.tier)

@@ -483,6 +483,20 @@ def test_a_promotion_that_is_cut_short_between_its_slices_is_a_miss(event: str, 
     check(scheduler)
 
 
+@pytest.mark.parametrize("landed", [True, False])
+def test_a_promotion_of_which_another_load_finds_the_rest_lost_is_a_miss(landed: bool) -> None:
+    copies = sliced()
+    load(copies, lookup(copies, ABCD))
+    assert kinds(copies) == [("promote", 2), ("load", 4)]
+    lost = copies.pending[1].slots[2]
+    if landed:
+        copies.complete()
+    assert copies.fail(len(copies.pending) - 1, lost=[lost]) == [Loaded(9, 0)]
+    assert settle(copies) == [Loaded(9, 0)]
+    assert copies.scheduler.stats()["blocks_promoted"] == 2
+    check(copies.scheduler)
+
+
 def test_two_loads_of_one_hit_do_not_promote_it_twice() -> None:
     copies = behind(ABCD)
     hits = [lookup(copies, ABCD) for _ in range(2)]
