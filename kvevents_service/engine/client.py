@@ -175,14 +175,10 @@ class OffloadClient(Registration):
 
     def _post_lookups(self, numbers: Sequence[int], make: Callable[[], list[Lookup]]) -> bool:
         self._line.expect(numbers)
-        posted = self._courier.post(Parcel(make, partial(self._sent_lookups, numbers)))
+        posted = self._courier.post(Parcel(make, partial(self._line.left, numbers)))
         if not posted:
-            self._sent_lookups(numbers, sent=False)
+            self._line.left(numbers, sent=False)
         return posted
-
-    def _sent_lookups(self, numbers: Sequence[int], sent: bool) -> None:
-        if not sent:
-            self._line.unsent(numbers)
 
     def end_lookup(self, call_id: int) -> PrefixHit:
         """What was found. A miss if the answer does not come within the deadline, from now on.
@@ -255,6 +251,11 @@ class OffloadClient(Registration):
         self._line.last_error = f"{what}: {type(error).__name__}: {error}"
 
     # rare calls
+
+    def recall(self) -> None:
+        """What was posted and is not sent is not sent any more: it ends in `poll`, unsent."""
+        with self._line.lock:
+            self._courier.recall()
 
     def reset(self, wait_s: float = 1.0) -> int | None:
         """Forget every stored block. Returns how many were removed; None: no answer in time."""

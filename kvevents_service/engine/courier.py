@@ -57,13 +57,11 @@ class Courier:
 
     def post(self, parcel: Parcel) -> bool:
         """Leave it to be sent. False: it is not taken, and neither sent nor lost."""
-        if self._closing.is_set() or len(self._parcels) >= MAX_PARCELS:
-            return False
-        if self._thread is None and not self._start():
+        if self._closing.is_set() or len(self._parcels) >= MAX_PARCELS or not self._runs():
             return False
         self._parcels.append((self._recalls, parcel))
         if self._asleep:
-            nowait.ring(self._bell)
+            self._ring()
         if self._closing.is_set():  # since it was asked above, and there is nobody to send it
             self._end()
         return True
@@ -71,37 +69,60 @@ class Courier:
     def recall(self) -> None:
         """Lose what is not sent by now. Holding the line's lock: what is sent behind this overtakes nothing."""
         self._recalls += 1
-        while self._parcels:
-            self._parcels.popleft()[1].sent(False)
+        while (parcel := self._next()) is not None:
+            parcel[1].sent(False)
 
     def close(self, wait_s: float) -> None:
         """Lose what is left, and end the thread, if it ends within `wait_s`."""
         self._closing.set()
-        if self._thread is not None:
-            nowait.ring(self._bell)
-            self._thread.join(wait_s)
+        self._ring()
+        thread = self._thread
+        if thread is not None:
+            thread.join(wait_s)
         self._end()
-        if self._thread is not None and not self._thread.is_alive():
-            os.close(self._bell)
-            self._thread = None
+
+    def _next(self) -> tuple[int, Parcel] | None:
+        try:
+            return self._parcels.popleft()
+        except IndexError:  # none, or another thread took it
+            return None
+
+    def _ring(self) -> None:
+        with self._line.lock:  # its thread closes the bell when it ends
+            if self._bell >= 0:
+                nowait.ring(self._bell)
 
     def _end(self) -> None:
         with self._line.lock:
             self.recall()
 
-    # its thread
+    def _runs(self) -> bool:
+        """There is a thread, now at the latest. False: there can be none, or it is left behind by a fork."""
+        return self._start() if self._thread is None else self._thread.is_alive()
 
     def _start(self) -> bool:
-        """False: the process may have no more threads, or files."""
-        try:
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._thread = threading.Thread(target=self._run, name="kvevents-courier", daemon=True)
-            self._thread.start()
-        except (RuntimeError, OSError) as error:
-            self._thread = None
-            self._closing.set()
-            self._complain(error)
-        return self._thread is not None
+        """False: the process may have no more threads, or files, now."""
+        with self._line.lock:
+            if self._thread is not None:
+                return True
+            thread = threading.Thread(target=self._run, name="kvevents-courier", daemon=True)
+            try:
+                self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                thread.start()
+            except (RuntimeError, OSError) as error:
+                self._close_bell()
+                self._complain(error)
+                return False
+            self._thread = thread
+            return True
+
+    def _close_bell(self) -> None:
+        with self._line.lock:
+            if self._bell >= 0:
+                os.close(self._bell)
+            self._bell = -1
+
+    # its thread
 
     def _run(self) -> None:
         with suppress(OSError):  # it must not take the core from the thread that has just rung
@@ -112,16 +133,21 @@ class Courier:
                 self._listen()
         except Exception as error:  # noqa: BLE001 - the step loop takes in for itself then, and meets it too
             self._complain(error)
-        self._closing.set()
-        self._line.heard = None
-        self._end()
+        finally:
+            self._closing.set()
+            self._line.heard = None
+            self._close_bell()
+            self._end()
 
     def _deliver(self) -> None:
-        while self._parcels and not self._closing.is_set():
-            with suppress(IndexError):  # it has just been recalled
-                recalls, parcel = self._parcels.popleft()
-                parcel.sent(self._send(recalls, parcel))
-                del parcel  # and with it, here, what a request that has ended leaves behind
+        """One, so that what arrives is taken in between."""
+        if (posted := self._next()) is not None:
+            recalls, parcel = posted
+            sent, self._line.heard = False, None
+            try:
+                sent = self._send(recalls, parcel)
+            finally:
+                parcel.sent(sent)
 
     def _send(self, recalls: int, parcel: Parcel) -> bool:
         try:

@@ -196,7 +196,7 @@ class LazyPlanner(Planner[LazyClaim]):
     def _offer(self, draft: Draft[LazyClaim], record: BlockRecord, first: int, block_ids: list[int]) -> None:
         spans, view = self.spans[record.group], record.view
         walk = KeyWalk(view.identity, spans.block_size)
-        draft.add(partial(spans.offer, view, walk, first, block_ids), block_ids)
+        draft.add(view.later(partial(spans.offer, view, walk, first, block_ids)), block_ids)
 
     # what became of steps
 

@@ -11,7 +11,8 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -44,6 +45,7 @@ class Line:
         self._hung_up: list[Link] = []
         self._ended: deque[Completion] = deque()
         self._awaited: dict[int, Answer | None] = {}
+        self._unsent: set[int] = set()
         self._ids = itertools.count(1)
 
     def __repr__(self) -> str:
@@ -90,16 +92,18 @@ class Line:
         with self.lock:
             sent = self.send(*calls)
             if sent:
-                self.expect([call.call_id for call in calls])
+                self._awaited.update(dict.fromkeys([call.call_id for call in calls]))
             return sent
 
-    def expect(self, call_ids: Iterable[int]) -> None:
-        """Answers to these calls, which are about to be sent."""
+    def expect(self, call_ids: Sequence[int]) -> None:
+        """Answers to these calls, which will be sent: until `left` says so the sidecar is not to blame."""
+        self._unsent.update(call_ids)
         self._awaited.update(dict.fromkeys(call_ids))
 
-    def unsent(self, call_ids: Iterable[int]) -> None:
-        """These calls that were expected to be sent are not."""
-        for call_id in call_ids:
+    def left(self, call_ids: Sequence[int], sent: bool) -> None:
+        """These calls that were expected are sent, or never will be."""
+        self._unsent.difference_update(call_ids)
+        for call_id in () if sent else call_ids:
             self._awaited.pop(call_id, None)
 
     def answered(self, call_id: int) -> Answer | None:
@@ -137,7 +141,7 @@ class Line:
                 return answer
             now = time.monotonic()
             if now >= deadline:
-                link.suspect = True
+                link.suspect = call_id not in self._unsent
                 self.counters["deadlines_missed"] += 1
                 return None
             if now < spin_until:
@@ -188,7 +192,8 @@ class Line:
 
     def take_ended(self, wait_s: float) -> list[Completion]:
         """What has ended since the last time. Waits up to `wait_s` for a first one."""
-        if self._hung_up or self.link is None or self.link is not self.heard:
+        link = self.link
+        if self._hung_up or link is None or link is not self.heard or link.connection.stalled:
             self.collect()
         ended = self._take()
         if ended or wait_s <= 0:
@@ -205,8 +210,9 @@ class Line:
 
     def _take(self) -> list[Completion]:
         ended: list[Completion] = []
-        while self._ended:
-            ended.append(self._ended.popleft())
+        with suppress(IndexError):  # none is left
+            while True:
+                ended.append(self._ended.popleft())
         return ended
 
     # the ends of links

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import socket
 from ctypes import PyDLL, byref, c_char, c_int, c_size_t, c_ssize_t, c_uint64, c_void_p, get_errno
-from errno import EAGAIN, EINTR, EWOULDBLOCK
+from errno import EAGAIN, EINTR, ENOBUFS, ENOMEM, EWOULDBLOCK
 
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_NOTHING = (EAGAIN, EWOULDBLOCK, EINTR)
+_NOTHING = (EAGAIN, EWOULDBLOCK, EINTR, ENOBUFS, ENOMEM)
+"""Later, perhaps. A kernel that is short of memory has not closed the connection: that alone is a fence."""
 
 _LIBC = PyDLL(None, use_errno=True)
 for _call in (_LIBC.send, _LIBC.recv):

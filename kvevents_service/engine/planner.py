@@ -193,7 +193,7 @@ class EagerPlanner(Planner[EagerClaim]):
         is_tail = inside and tokens <= track.confirmed < (number + 1) * spans.block_size
         block_id = table[number] if is_tail and number < len(table) else None
         if block_id is not None and draft.room > 0 and spans.group.kind in PREFIX_KINDS:
-            draft.add(partial(spans.tail, track.view, tokens, block_id), [block_id])
+            draft.add(track.view.later(partial(spans.tail, track.view, tokens, block_id)), [block_id])
 
     def _forget(self, request_id: str) -> Track | None:
         self._due.pop(request_id, None)
@@ -246,7 +246,7 @@ class EagerPlanner(Planner[EagerClaim]):
         if stop > start:
             track.offered[index] = stop
             for first, block_ids in dense_runs(self._blocks(track, spans, start, stop), start):
-                draft.add(partial(spans.offer, view, track.walks[index], first, block_ids), block_ids)
+                draft.add(view.later(partial(spans.offer, view, track.walks[index], first, block_ids)), block_ids)
         return confirmed - track.offered[index]
 
     def _blocks(self, track: Track, spans: Spans, start: int, stop: int) -> Sequence[int | None]:
@@ -270,7 +270,7 @@ class EagerPlanner(Planner[EagerClaim]):
             make = partial(spans.tail, track.view, state.tokens, block_id)
         else:
             make = partial(spans.offer, track.view, track.walks[state.group], number - 1, [block_id])
-        draft.add(make, [block_id])
+        draft.add(track.view.later(make), [block_id])
         return True
 
     def _add_found(self, draft: Draft[EagerClaim], track: Track, state: State) -> bool:

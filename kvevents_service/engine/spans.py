@@ -6,7 +6,7 @@ by the hash of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 from kvevents_service.core.groups import FINE_KINDS
@@ -18,6 +18,7 @@ from kvevents_service.wire.control import GroupSpec, InnerHash, Offer
 class RequestView(NamedTuple):
     """A request's own buffers, never copied: the engine appends to them, and what was there stays as it is.
 
+    rewritten: but for this one, whose engine may also write them anew: offers of it are made at once.
     owner: whom the buffers belong to; not let go of before them.
     fine_tokens: where a hit of the same prompt should end although it may be inside a block; whole hash units, for
     the engine the last ones of a prompt that leave it a token to compute. 0: its hits end where blocks do.
@@ -29,6 +30,14 @@ class RequestView(NamedTuple):
     identity: Identity = PLAIN
     fine_tokens: int = 0
     owner: object = None
+    rewritten: bool = False
+
+    def later(self, make: Callable[[], Offer]) -> Callable[[], Offer]:
+        """To be called when it suits: what it makes then is what it would make now."""
+        if not self.rewritten:
+            return make
+        made = make()
+        return lambda: made
 
 
 class Spans:

@@ -27,6 +27,7 @@ class VllmRequest(Protocol):
     cache_salt: str | None
     mm_features: Sequence[Any]
     prompt_embeds: Any
+    resumable: bool
 
 
 EmbedsDigest = Callable[[VllmRequest, int, int], bytes]
@@ -59,4 +60,7 @@ def view_of(request: VllmRequest, digest: EmbedsDigest, fine_unit: int = 0) -> R
     """`fine_unit`: tokens of a hash unit, if hits may end inside a block; else 0."""
     fine = (request.num_prompt_tokens - 1) // fine_unit * fine_unit if fine_unit else 0
     identity = identity_of(request, digest)
-    return RequestView(request.request_id, request.block_hashes, request.all_token_ids, identity, fine, request)
+    session = request.resumable  # of which vLLM drops what was not computed, and after a preemption that is all
+    return RequestView(
+        request.request_id, request.block_hashes, request.all_token_ids, identity, fine, request, session
+    )

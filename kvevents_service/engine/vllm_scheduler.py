@@ -225,7 +225,9 @@ class SchedulerHalf:
         plan = None if self.planner.idle else self.planner.plan()
         if plan is not None and not plan.empty:
             fresh = self._settle_reset()
-            said = self.client.post_step(plan.makers, plan.finished, plan.preempted) if fresh else None
+            if fresh and plan.preempted:  # at once: these may be looked up again before the courier has gone
+                self._open_steps += self.client.step((), (), plan.preempted) is not None
+            said = self.client.post_step(plan.makers, plan.finished) if fresh else None
             self._open_steps += said is not None
             self.planner.sent(plan, said)
             self._said_at = self._clock()
@@ -258,6 +260,7 @@ class SchedulerHalf:
         self.planner.reset()
         self.loads.reset()
         self._pool.forget()
+        self.client.recall()  # another sidecar might be told of it, and know of no reset
         self._void = True
         self._reset_at = -RESET_RETRY_S
         done = self._settle_reset(wait_s) or not self.client.connected

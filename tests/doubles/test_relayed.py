@@ -89,8 +89,8 @@ class Life:
             yield self.source.step()
 
     def _reset(self) -> Iterator[tuple[Announcement, ...]]:
-        """As vLLM does with a connector: two clears in a batch, and stores between them."""
-        stores = [stored((0, 1)), stored((0,))]
+        """As vLLM does with a connector: two clears in a batch, and stores between them. Hashes are of one form."""
+        stores = [stored(path, form=self.forms[0]) for path in ((0, 1), (0,))]
         yield self.source.apply([AllBlocksCleared(), *stores, AllBlocksCleared()])
         self.engine.held.clear()
         self.knows = True

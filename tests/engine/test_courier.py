@@ -209,7 +209,70 @@ def test_a_process_that_may_have_no_more_threads_sends_nothing(post: Post, monke
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert not post.step(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert not post.step(1)
     assert post.sent == {}
     assert len(post.complaints) == 1
+    assert post.step(2), "it may have one later"
+    until(lambda: post.sent == {2: True})
+
+
+def test_what_arrives_is_taken_in_between_the_parcels(peer: Peer, post: Post) -> None:
+    peer.line.send(Step(77, []))
+    peer.say(StepDone(77, 0, 0, 0))
+    left: list[int] = []
+    for number in range(20):
+        post.step(number, lambda: (time.sleep(0.005), left.append(post.courier.parcels)))
+    until(lambda: peer.line.take_ended(0.0))
+    assert len(left) < 20
+
+
+def test_a_poll_pushes_out_what_others_began_to_send(
+    peer: Peer, post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SLICE_S", 10 * LONG_S)
+    post.step(1)
+    assert heard(peer, 1) == [1]
+    until(lambda: peer.line.heard is peer.line.link)
+    peer.line.send(Step(2, [], ["x" * (12 << 20)]))
+    assert peer.connection.stalled
+    numbers: list[int] = []
+    reader = threading.Thread(target=lambda: numbers.extend(heard(peer, 1)))
+    reader.start()
+    until(lambda: peer.line.take_ended(0.0) or not peer.connection.stalled)
+    reader.join(LONG_S)
+    assert numbers == [2]
+
+
+def test_a_lookup_that_has_not_left_is_no_reason_to_suspect_the_sidecar(peer: Peer) -> None:
+    peer.line.expect([5, 6])
+    assert peer.line.answer(5, 0.01) is None
+    assert peer.line.usable
+    peer.line.left([6], sent=True)
+    assert peer.line.answer(6, 0.01) is None
+    assert not peer.line.usable
+
+
+def test_it_may_be_closed_by_several_at_once(peer: Peer) -> None:
+    for _ in range(20):
+        post = Post(peer)
+        post.step(1)
+        closers = [threading.Thread(target=post.courier.close, args=[LONG_S]) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(LONG_S)
+        until(post.sent.copy)
+        assert not post.complaints
+
+
+def test_a_fork_has_no_courier(peer: Peer, post: Post) -> None:
+    post.step(1)
+    until(lambda: post.sent)
+    alive, ended = post.courier._thread, threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    post.courier._thread = ended  # as the child of a fork finds it
+    assert not post.step(2)
+    post.courier._thread = alive

@@ -483,3 +483,15 @@ def test_blocks_that_are_held_for_an_ended_request_are_taken_over(held: list[int
     assert planner.finish("r", 4 * UNIT, 4 * UNIT, held) == taken
     assert touched == ([] if taken else [3, 4, 5, 6])
     assert book.held_blocks == 4
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_offers_of_buffers_that_may_be_rewritten_are_made_at_once(rewritten: bool) -> None:
+    tokens, hashes = list(range(2 * UNIT)), [b"a" * 32, b"b" * 32]
+    planner = EagerPlanner((FULL,), UNIT, OfferBook(list, list, 64))
+    planner.admit(RequestView("r", hashes, tokens, rewritten=rewritten), [[3, 4]])
+    planner.confirm("r", 2 * UNIT)
+    plan = planner.plan()
+    hashes[:], tokens[:] = [b"c" * 32, b"d" * 32], [9] * 2 * UNIT
+    (offer,) = plan.offers()
+    assert offer.block_hashes == (b"a" * 32 + b"b" * 32 if rewritten else b"c" * 32 + b"d" * 32)

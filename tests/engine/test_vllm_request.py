@@ -17,6 +17,7 @@ def request(**more: Any) -> VllmRequest:
         "cache_salt": None,
         "mm_features": [],
         "prompt_embeds": None,
+        "resumable": False,
     }
     made: Any = SimpleNamespace(**plain | more)
     return made
@@ -52,6 +53,8 @@ def test_a_view_is_of_the_requests_own_buffers() -> None:
     assert view.unit_hashes is made.block_hashes
     assert view.token_ids is made.all_token_ids
     assert view.owner is made, "which goes when they do, and not before"
+    assert not view.rewritten
+    assert view_of(request(resumable=True), digest).rewritten
     assert view.fine_tokens == 0
 
 

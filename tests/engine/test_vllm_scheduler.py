@@ -487,6 +487,7 @@ def test_a_reset_while_the_sidecar_is_away_is_made_up_for() -> None:
     vllm = evicted()
     vllm.client.away = True
     assert vllm.half.reset()
+    assert vllm.client.counters["toy_recalls"], "what was posted may reach a sidecar that knows of no reset"
     vllm.client.away = False
     assert serve(vllm, "again", PROMPT) == 0
     assert stored(vllm) == 5

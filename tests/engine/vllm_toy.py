@@ -131,6 +131,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.skip_reading_prefix_cache = False
         self.lora_request = self.cache_salt = self.prompt_embeds = None
+        self.resumable = False
         self.mm_features: list[Any] = []
         self.tables: list[list[Block]] = []
         self.num_computed_tokens = self.num_in_flight_tokens = self.local = 0
@@ -204,7 +205,12 @@ class ToyClient:
         self._ids += 1
         return self._ids
 
-    def step(self, offers: Sequence[Offer], finished: Sequence[str], preempted: Sequence[str]) -> int | None:
+    def recall(self) -> None:
+        self.counters["toy_recalls"] += 1
+
+    def step(
+        self, offers: Sequence[Offer], finished: Sequence[str] = (), preempted: Sequence[str] = ()
+    ) -> int | None:
         if self.away:
             return None
         number = self._next()
@@ -214,13 +220,11 @@ class ToyClient:
         self._hear(self.copies.perform(self.core.step(SESSION, step, 0.0)))
         return number
 
-    def post_step(
-        self, makers: Sequence[MakeOffer], finished: Sequence[str], preempted: Sequence[str]
-    ) -> int | None:
+    def post_step(self, makers: Sequence[MakeOffer], finished: Sequence[str]) -> int | None:
         """Sent at once, and made once more at the next poll: a request's buffers only grow."""
         offers = [make() for make in makers]
         self._posted.append((makers, offers))
-        return self.step(offers, finished, preempted)
+        return self.step(offers, finished)
 
     def _promises(self, offer: Offer) -> Iterator[tuple[int, Content]]:
         for place, block_id in enumerate(unpack_int32(offer.block_ids)):

@@ -69,14 +69,14 @@ class DeviceVllm(ToyVllm):
             self.cache.machine.compute(lambda: self._fill(fills))
         else:
             time.sleep(IDLE_S)
-        self.worker.computed()
+        self.worker.end_step()
         return said
 
     def _fill(self, fills: list[tuple[int, Content]]) -> None:
         self.cache.fill([block for block, _ in fills], [_seed(content) for _, content in fills])
 
     def run(self) -> None:
-        self.marking.landed = max(self.marking.landed, self.worker.report())
+        self.marking.landed = max(self.marking.landed, self.worker.computed)
         super().run()
 
     def _end_load(self, request_id: str, *, failed: bool, keep: bool) -> None:
