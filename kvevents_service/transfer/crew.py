@@ -60,20 +60,27 @@ class Hand:
                     future.set_exception(error)
             del item, future, job  # what a job holds must not live until the next
 
-    def close(self, wait_s: float | None = None) -> bool:
-        """Cancel what is queued and wait, so long, for the job under way. False if it has not ended: left alone."""
+    def close(self, wait_s: float | None = None, *, cancel: bool = True) -> bool:
+        """Wait, so long, for the job under way; those behind it are cancelled first, or waited for, too.
+
+        False if it has not ended: it is left alone.
+        """
         self._closed = True
-        while True:
-            try:
-                item = self._jobs.get_nowait()
-            except Empty:
-                break
-            if item is not None:
-                item[0].cancel()
+        if cancel:
+            self._cancel_queued()
         self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join(None if wait_s is None else max(0.0, wait_s))
         return not self._thread.is_alive()
+
+    def _cancel_queued(self) -> None:
+        while True:
+            try:
+                item = self._jobs.get_nowait()
+            except Empty:
+                return
+            if item is not None:
+                item[0].cancel()
 
 
 class Crew:

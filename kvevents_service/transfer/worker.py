@@ -171,7 +171,8 @@ class CopyWorker:
         both sides of that copy stay in use until the process ends, which it does not keep from ending.
         """
         until = self._clock() + CLOSE_S if until is None else until
-        ended = [hand.close(until - self._clock()) for hand in (self._copier, self._waiter)]
+        ended = [self._copier.close(until - self._clock())]
+        ended.append(self._waiter.close(until - self._clock(), cancel=False))  # what a device has begun goes on
         for future in tuple(self._open):
             if not future.done():
                 future.set_exception(CopyFailed("the worker was closed"))

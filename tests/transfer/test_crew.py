@@ -96,5 +96,15 @@ def test_a_hand_that_hangs_is_left_alone_and_what_is_behind_it_never_begins() ->
     assert done == []
 
 
+def test_a_hand_may_be_closed_behind_all_that_is_queued() -> None:
+    hand, go, done = Hand("hand"), threading.Event(), list[int]()
+    hand.submit(go.wait, DEADLINE_S)
+    for number in range(3):
+        hand.submit(done.append, number)
+    threading.Timer(0.05, go.set).start()
+    assert hand.close(DEADLINE_S, cancel=False)
+    assert done == [0, 1, 2]
+
+
 def test_a_hand_that_never_had_a_job_is_closed_at_once() -> None:
     assert Hand("hand").close()
