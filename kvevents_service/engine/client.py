@@ -54,7 +54,13 @@ NO_HIT = PrefixHit(0)
 
 
 class OffloadClient(Registration):
-    """An engine's side of the engine protocol."""
+    """An engine's side of the engine protocol.
+
+    `landed`, `begun`: the marks that steps and loads name which are given none.
+    """
+
+    landed: int | None = None
+    begun: int | None = None
 
     def __init__(self, socket_path: str, layout: EngineLayout, timeouts: Timeouts | None = None) -> None:
         self.layout = layout
@@ -82,7 +88,7 @@ class OffloadClient(Registration):
         when every rank's device has got there; its client tells (`mark`), before or after this.
         """
         return self._number(
-            "steps", lambda number: Step(number, list(offers), list(finished), list(preempted), mark)
+            "steps", lambda number: Step(number, list(offers), list(finished), list(preempted), self._landed(mark))
         )
 
     def post_step(
@@ -98,13 +104,16 @@ class OffloadClient(Registration):
         after a `reset` none of before.
         """
         number = self._line.next_id()
-        make = partial(_made_step, number, makers, finished, preempted, mark)
+        make = partial(_made_step, number, makers, finished, preempted, self._landed(mark))
         self._posted.add(number)
         if self._line.usable and self._courier.post(Parcel(make, partial(self._sent_step, number))):
             return number
         self._posted.discard(number)
         self._count_step(sent=False)
         return None
+
+    def _landed(self, mark: int | None) -> int | None:
+        return self.landed if mark is None else mark
 
     def _sent_step(self, number: int, sent: bool) -> None:
         if not sent:
@@ -212,7 +221,8 @@ class OffloadClient(Registration):
             return None
         if lease_id is None:
             return None
-        return self._number("loads", lambda number: Load(number, request_id, lease_id, block_ids, units, mark))
+        waits_for = self.begun if mark is None else mark
+        return self._number("loads", lambda number: Load(number, request_id, lease_id, block_ids, units, waits_for))
 
     def release(self, hit: PrefixHit) -> None:
         """Do not load this hit after all."""

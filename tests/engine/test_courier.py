@@ -264,6 +264,7 @@ def test_it_may_be_closed_by_several_at_once(peer: Peer) -> None:
         for closer in closers:
             closer.join(LONG_S)
         until(post.sent.copy)
+        assert post.courier._bell == -1, "closed once, and rung no more"
         assert not post.complaints
 
 
