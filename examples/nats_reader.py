@@ -16,13 +16,15 @@ import nats
 from nats.errors import Error
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, DeliverPolicy
+from nats.js.object_store import ObjectStore
 
 from kvevents_service.core.residency import Residency
 from kvevents_service.wire.codec import decode_batch
 
 RETRY_S = 0.1
 SNAPSHOT_S = 30.0
-"""A snapshot that is replaced while it is read is not answered to the end."""
+LOOK_S = 0.5
+"""So often it is asked whether a snapshot that is being read has been replaced: the rest of it never comes then."""
 
 
 @dataclass
@@ -60,11 +62,14 @@ class NatsReader:
         """Take the state that is in the store; False if it is older than what is missing."""
         async with asyncio.timeout(SNAPSHOT_S):
             store = await self._js.object_store(f"{self._stream}_snapshots")
-            told = (await store.get_info(self._subject)).headers or {}
+            newest = await store.get_info(self._subject)
+            told = newest.headers or {}
             upto, publisher = int(told["Kv-Upto"][0]), told["Kv-Publisher"][0]
             if publisher != (self._publisher or publisher) or upto < self._least:
                 return False
-            found = await store.get(self._subject)
+            found = await self._read(store, newest.nuid)
+        if found is None:
+            return False
         data = found.data or b""
         if len(data) != (found.info.size or 0):
             return False  # nats-py takes some cancellations for the end
@@ -76,6 +81,17 @@ class NatsReader:
             self.fold.apply(decode_batch(payload).batch.events)
         self.snapshots += 1
         return True
+
+    async def _read(self, store: ObjectStore, nuid: str | None) -> ObjectStore.ObjectResult | None:
+        """The snapshot whose name in the store is `nuid`, or one put since; None if that was replaced meanwhile."""
+        reading = asyncio.create_task(store.get(self._subject))
+        try:
+            while not (await asyncio.wait([reading], timeout=LOOK_S))[0]:
+                if (await store.get_info(self._subject)).nuid != nuid:
+                    return None
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def _follow(self) -> None:
         """Until a hole, another publisher, or silence."""

@@ -152,6 +152,38 @@ async def test_a_reader_follows_live_and_one_that_comes_late_starts_at_the_snaps
         assert output.snapshots >= 3, "one before each half of the stream is forgotten"
 
 
+async def test_a_snapshot_that_is_replaced_while_it_is_read_is_read_anew(server: Server, run) -> None:
+    async with run(**settings(server, max_messages=20, snapshot_s=1000)) as service:
+        tier, output = Tier(service, 10_000), output_of(service)
+        for family in range(20):
+            tier.store(family, 10)
+        await until(lambda: output.snapshots >= 2, lambda: output)
+        async with reading(server) as reader:
+            replaced = replaced_once(reader)
+            began = time.monotonic()
+            await agrees(reader, tier, output)
+            assert replaced, "while it was read"
+            assert time.monotonic() - began < DEADLINE_S / 3, "the deadline of a read is not waited for"
+
+
+def replaced_once(reader: Any) -> list[str]:
+    """The snapshot is put again between its info and its first part. Returns what has been replaced."""
+    js, subscribe, replaced = reader._js, reader._js.subscribe, []
+
+    async def replacing(*args: Any, **kwargs: Any) -> Any:
+        js.subscribe = subscribe
+        from nats.js.api import ObjectMeta
+
+        store = await js.object_store(f"{STREAM}_snapshots")
+        found = await store.get(SUBJECT)
+        await store.put(SUBJECT, found.data, ObjectMeta(headers=found.info.headers))
+        replaced.append(found.info.nuid)
+        return await subscribe(*args, **kwargs)
+
+    js.subscribe = replacing
+    return replaced
+
+
 async def test_messages_are_as_documented_and_once_even_if_sent_twice(server: Server, run) -> None:
     import nats
 
