@@ -208,6 +208,11 @@ class Line:
             ended = self._take()
         return ended
 
+    @property
+    def has_ended(self) -> bool:
+        """Something has, that was heard of."""
+        return bool(self._ended)
+
     def _take(self) -> list[Completion]:
         ended: list[Completion] = []
         with suppress(IndexError):  # none is left

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from kvevents_service.wire.control import InnerHash, Offer, StepDone
 from kvevents_service.wire.packing import pack_int32
@@ -37,11 +37,17 @@ def make_offer(
     )
 
 
+Lent = Mapping[str, Sequence[int]]
+"""Blocks by the request that holds them itself: the engine says so before it takes them from it."""
+NOTHING_LENT: Final[Lent] = {}
+
+
 class OfferBook:
     """Holds the engine's blocks while a step's copies are pending: `hold` and `settle` come in pairs (I9).
 
     `touch` and `free` are the engine's own: raise and lower the reference counts of blocks. At most `max_blocks`
-    blocks should be held at once: `room` tells before an offer is made.
+    blocks should be held at once: `room` tells before an offer is made. What a request lends is held by it: it is
+    touched when the request lets go of it before the copies have ended (`take_over`), which few do.
     """
 
     def __init__(
@@ -55,10 +61,12 @@ class OfferBook:
         self._touch = touch
         self._free = free
         self._held: dict[int, Sequence[int]] = {}
+        self._lent: dict[int, dict[str, Sequence[int]]] = {}
         self._kept: list[int] = []
 
     def __repr__(self) -> str:
-        return f"<OfferBook {self.held_blocks}/{self.max_blocks} blocks of {len(self._held)} steps>"
+        steps = len(self._held.keys() | self._lent.keys())
+        return f"<OfferBook {self.held_blocks}/{self.max_blocks} blocks of {steps} steps>"
 
     @property
     def room(self) -> int:
@@ -80,19 +88,54 @@ class OfferBook:
         kept, self._kept = self._kept, []
         self._give_back(kept)
 
-    def hold(self, step_id: int | None, block_ids: Sequence[int]) -> None:
+    def hold(self, step_id: int | None, block_ids: Sequence[int], lent: Lent = NOTHING_LENT) -> None:
         """Hold the blocks of a step that was sent, and what was kept for it. None: it was dropped, hold nothing."""
         if step_id is None:
             self.drop()
-        elif block_ids or self._kept:
+            return
+        if block_ids:
             self._touch(block_ids)
             self.held_blocks += len(block_ids)
+        if block_ids or self._kept:
             self._held[step_id] = [*self._kept, *block_ids] if self._kept else block_ids
             self._kept = []
+        if lent:
+            self.held_blocks += _blocks(lent)
+            self._lent[step_id] = dict(lent)
+
+    # what running requests lend
+
+    @property
+    def lenders(self) -> set[str]:
+        """Requests that hold blocks for steps which have not ended."""
+        return {request_id for lent in self._lent.values() for request_id in lent}
+
+    def lends(self, request_id: str) -> bool:
+        """This one is among them."""
+        return any(request_id in lent for lent in self._lent.values())
+
+    def take_over(self, request_id: str) -> None:
+        """This request is about to let go of its blocks."""
+        for step_id, lent in self._lent.items():
+            block_ids = lent.pop(request_id, None)
+            if block_ids:
+                self._touch(block_ids)
+                self._held[step_id] = [*self._held.get(step_id, ()), *block_ids]
+
+    def take_over_all(self) -> None:
+        """Any request may be about to."""
+        for request_id in self.lenders:
+            self.take_over(request_id)
+
+    def void(self) -> None:
+        """No copy of what was offered so far is of any use: what was lent need not be held."""
+        self.held_blocks -= sum(map(_blocks, self._lent.values()))
+        self._lent.clear()
 
     def settle(self, done: Iterable[StepDone]) -> None:
         """Give back the blocks of steps that have ended."""
         for end in done:
+            self.held_blocks -= _blocks(self._lent.pop(end.step_id, NOTHING_LENT))
             self._give_back(self._held.pop(end.step_id, ()))
 
     def _give_back(self, block_ids: Sequence[int]) -> None:
@@ -100,3 +143,7 @@ class OfferBook:
         if block_ids:
             self.held_blocks -= len(block_ids)
             self._free(block_ids[::-1])
+
+
+def _blocks(lent: Lent) -> int:
+    return sum(map(len, lent.values()))

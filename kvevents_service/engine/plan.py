@@ -70,12 +70,16 @@ class Patience:
 
 
 class Plan(NamedTuple, Generic[Claim]):
-    """One step, not sent yet. `block_ids` are to be held once it is, beside what the book keeps for it already."""
+    """One step, not sent yet. `block_ids` are to be held once it is, beside what the book keeps for it already.
+
+    `lent`: blocks of it that the requests by these ids hold.
+    """
 
     makers: list[MakeOffer]
     finished: list[str]
     preempted: list[str]
     block_ids: list[int]
+    lent: dict[str, list[int]]
     claims: list[Claim]
     blocks: int
 
@@ -103,11 +107,14 @@ class Draft(Generic[Claim]):
         self.room = room
         self.makers: list[MakeOffer] = []
         self.block_ids: list[int] = []
+        self.lent: dict[str, list[int]] = {}
         self.claims: list[Claim] = []
 
-    def add(self, make: MakeOffer, block_ids: Sequence[int]) -> None:
+    def add(self, make: MakeOffer, block_ids: Sequence[int], lender: str | None = None) -> None:
+        """`lender`: the request that holds these blocks, if it does."""
         self.makers.append(make)
-        self.block_ids += block_ids
+        blocks = self.block_ids if lender is None else self.lent.setdefault(lender, [])
+        blocks += block_ids
         self.room -= len(block_ids)
 
 
@@ -173,13 +180,14 @@ class Planner(Generic[Claim]):
         self._collect(draft)
         ended = self._finished, self._preempted
         self._finished, self._preempted = [], []
-        blocks = len(kept.block_ids) + len(draft.block_ids)
+        makers, claims = [*kept.makers, *draft.makers], [*kept.claims, *draft.claims]
+        blocks = len(kept.block_ids) + len(draft.block_ids) + sum(map(len, draft.lent.values()))
         self.counts.offered += blocks
-        return Plan([*kept.makers, *draft.makers], *ended, draft.block_ids, [*kept.claims, *draft.claims], blocks)
+        return Plan(makers, *ended, draft.block_ids, draft.lent, claims, blocks)
 
     def sent(self, plan: Plan[Claim], step_id: int | None) -> None:
         """The plan is on its way as this step; None: it was dropped."""
-        self.book.hold(step_id, plan.block_ids)
+        self.book.hold(step_id, plan.block_ids, plan.lent)
         if step_id is None and plan.blocks:
             self._lose(plan.claims)
         elif step_id is not None and plan.blocks:
@@ -203,6 +211,7 @@ class Planner(Generic[Claim]):
     def reset(self) -> None:
         """What was computed is void: nothing of it is offered any more. Call it beside the client's `reset`."""
         self.book.drop()
+        self.book.void()
         self._kept = Draft(0)
         for sent in self._sent.values():
             sent.claims.clear()

@@ -106,16 +106,26 @@ class EagerPlanner(Planner[EagerClaim]):
 
     With `find` blocks that a window has left are looked for in the prefix cache, by name: those that left it before
     they were offered, and what the cache retains of it. What the block table says of them is not trusted.
+
+    lent: a request that runs lends its blocks for the copies of them, so that the book need not touch them. The
+    engine tells the book before a request lets go of any. Not with `find`.
     """
 
     def __init__(
-        self, groups: Sequence[GroupSpec], hash_tokens: int, book: OfferBook, find: Find | None = None
+        self,
+        groups: Sequence[GroupSpec],
+        hash_tokens: int,
+        book: OfferBook,
+        find: Find | None = None,
+        *,
+        lent: bool = False,
     ) -> None:
         super().__init__(book)
         self.spans = [Spans(group, hash_tokens) for group in groups]
         self._positional = [each for each in self.spans if each.group.cacheable and each.group.kind != STATE_KIND]
         self._grain = gcd(*(each.block_size for each in self.spans if each.group.cacheable)) or 1
         self._find = find
+        self._lent = lent and find is None
         self._tracks: dict[str, Track] = {}
         self._due: dict[str, Track] = {}
 
@@ -169,6 +179,7 @@ class EagerPlanner(Planner[EagerClaim]):
         if track is None:
             return 0
         track.confirm(tokens, computed)
+        track.ending = True
         if not self._has_more(track):
             return 0
         draft: Draft[EagerClaim] = Draft(self.book.room)
@@ -245,8 +256,10 @@ class EagerPlanner(Planner[EagerClaim]):
         stop = min(confirmed, len(table), spans.named(view.unit_hashes), start + draft.room)
         if stop > start:
             track.offered[index] = stop
+            lender = view.request_id if self._lent and not (track.ending or view.rewritten) else None
             for first, block_ids in dense_runs(self._blocks(track, spans, start, stop), start):
-                draft.add(view.later(partial(spans.offer, view, track.walks[index], first, block_ids)), block_ids)
+                make = view.later(partial(spans.offer, view, track.walks[index], first, block_ids))
+                draft.add(make, block_ids, lender)
         return confirmed - track.offered[index]
 
     def _blocks(self, track: Track, spans: Spans, start: int, stop: int) -> Sequence[int | None]:

@@ -182,7 +182,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.said = connector_metadata.said
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing to wait for: a block that is copied has a reference of ours, and is not given away."""
+        """Nothing to wait for: a block that is copied has a reference, and is not given away."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads begin in the scheduler half, as soon as their blocks are known."""
@@ -281,6 +281,11 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler.finish(request, block_ids)
         return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        """It is asked before a request is preempted. None that would help: what is copied is held from here on."""
+        self._scheduler.secure()
+        return False
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.busy

@@ -46,11 +46,15 @@ class Started(NamedTuple):
 
 
 class NotedStep(msgspec.Struct):
-    """What goes on in it with more blocks stands in `output`: no worker changes the lists of these."""
+    """What goes on in it with more blocks stands in `output`: no worker changes the lists of these.
+
+    `quiet`: no request has started, was preempted, or has more blocks. Once it has landed there is nothing in it.
+    """
 
     number: int
     output: StepOutput
     started: Sequence[Started]
+    quiet: bool
 
 
 class NotedEnd(NamedTuple):
@@ -128,6 +132,7 @@ class Books:
         request_id, ending = request.request_id, None
         self.let_go = True
         self.requests.pop(request_id, None)
+        self._planner.book.take_over(request_id)
         if any(tables) and (request_id in self._started or request_id in self._lives):
             tokens = known_tokens(request)
             held = [] if self._records else self._still_needed(request_id, tables, tokens)
@@ -153,7 +158,8 @@ class Books:
         self._started.clear()
         for note in noted:
             if isinstance(note, NotedStep):
-                self._step(note)
+                if not (note.quiet and note.number <= landed):
+                    self._step(note)
             else:
                 self._ended(note)
         self._land()

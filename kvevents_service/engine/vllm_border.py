@@ -52,8 +52,9 @@ class SchedulerBorder:
     def _end(self, half: SchedulerHalf) -> None:
         self.half = None
         self._tell(SCHEDULER_FAULT)
-        with suppress(Exception):  # whatever is broken, this is the last that is asked of it
-            half.close()
+        for verb in (SchedulerHalf.secure, SchedulerHalf.close):
+            with suppress(Exception):  # whatever is broken, this is the last that is asked of it
+                verb(half)
 
     def arrive(self, request: VllmRequest) -> None:
         self.ask(None, SchedulerHalf.arrive, request)
@@ -90,6 +91,9 @@ class SchedulerBorder:
         except Exception:  # noqa: BLE001  as above
             assert half is not None, "it was asked"
             self._end(half)
+
+    def secure(self) -> None:
+        self.ask(None, SchedulerHalf.secure)
 
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
         self.ask(None, SchedulerHalf.finish, request, tables)

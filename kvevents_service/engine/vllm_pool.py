@@ -40,7 +40,9 @@ class BlockPool(Protocol):
 
 
 class EnginePool:
-    """`written` are the blocks that running steps write: the pool has named them already, and they hold nothing."""
+    """A block that is in use already, or stays so, costs no call of the pool's: only its reference is counted.
+
+    `written` are the blocks that running steps write: the pool has named them already, and they hold nothing."""
 
     def __init__(self, pool: BlockPool, written: Collection[int], key: CacheKey, spans: Sequence[Spans]) -> None:
         self._pool = pool
@@ -63,12 +65,25 @@ class EnginePool:
     # references
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        blocks = self._pool.blocks
-        self._pool.touch([blocks[block_id] for block_id in block_ids])
+        idle = []
+        for block in map(self._pool.blocks.__getitem__, block_ids):
+            if block.ref_cnt:
+                block.ref_cnt += 1
+            else:
+                idle.append(block)
+        if idle:
+            self._pool.touch(idle)
 
     def free(self, block_ids: Iterable[int]) -> None:
         """The first one is reused first."""
-        self._pool.free_blocks(map(self._pool.blocks.__getitem__, block_ids))
+        idle = []
+        for block in map(self._pool.blocks.__getitem__, block_ids):
+            if block.ref_cnt > 1:
+                block.ref_cnt -= 1
+            else:
+                idle.append(block)
+        if idle:
+            self._pool.free_blocks(idle)
 
     # the prefix cache
 

@@ -4,8 +4,9 @@ One thread calls it, in vLLM's order: for every step `find` and `begin_load` of 
 its output is there `finish` of what has ended, then `land_step`. Most of these only take a note. Every so many
 steps, or at once when there is reason, all notes are taken in, and one message is said to the sidecar.
 
-A block is offered when the step that computed it has been reported by all ranks, never before. It is referenced in
-vLLM's pool from then until the sidecar has said that no copy touches it any more, exactly once.
+A block is offered when the step that computed it has been reported by all ranks, never before. From then until the
+sidecar has said that no copy touches it any more it is referenced in vLLM's pool: by its request, and when that
+lets go of it, by us, exactly once.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ IDLE_WAIT_S = 0.001
 LINGER_S = 1.0
 """How long vLLM is asked to run empty steps for stores that are under way."""
 RESET_RETRY_S = 1.0
+FENCE_S = 1.0
+"""How long a step waits for copies of blocks that it may write: behind a reset of running requests alone."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -104,7 +107,7 @@ class SchedulerHalf:
         if rules.lazy:
             order = pool.eviction_order
             return LazyPlanner(layout.groups, layout.hash_tokens, book, order, pool.find, rules.step_tokens)
-        return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None)
+        return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None, lent=True)
 
     def _view(self, request: VllmRequest) -> RequestView:
         return view_of(request, self._digest, self._fine_unit)
@@ -139,11 +142,15 @@ class SchedulerHalf:
         """This is scheduled now. It is in every step, so it calls nothing that it need not."""
         self._step = step = self._step + 1
         loads, tokens = self.loads, output.total_num_scheduled_tokens
-        starts = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
-        self._books.noted.append(NotedStep(step, output, self._books.starts(output) if starts else ()))
+        cached, preempted = output.scheduled_cached_reqs, output.preempted_req_ids
+        starts = output.scheduled_new_reqs or cached.resumed_req_ids
+        quiet = not (starts or preempted or any(cached.new_block_ids))
+        self._books.noted.append(NotedStep(step, output, self._books.starts(output) if starts else (), quiet))
         if loads.arrived:
             loads.ask_more()
-        if step >= self._due or not tokens or output.preempted_req_ids:
+        if preempted:
+            self._fence(preempted)
+        if step >= self._due or not tokens or preempted:
             self._take_in(output, 0.0 if tokens else IDLE_WAIT_S)
         elif self._open_steps and step >= self._look and self._short(tokens):
             self._look = 2 * step - self._due + self.batch_steps
@@ -151,6 +158,23 @@ class SchedulerHalf:
         elif loads.loading or loads.late:
             self.collect()
         return Said(step, loads.take_ended() if loads.ended else NOTHING)
+
+    def secure(self) -> None:
+        """Requests may be preempted now: what they lend is held by us."""
+        self.planner.book.take_over_all()
+
+    def _fence(self, preempted: set[str]) -> None:
+        """vLLM has taken these requests' blocks, and is about to use them anew.
+
+        It asks before it does, `secure`, but for a reset of its prefix cache with its running requests. Then the
+        step waits for what is copied; should that take too long, whatever the sidecar has may be wrong.
+        """
+        book = self.planner.book
+        if preempted.isdisjoint(book.lenders):
+            return
+        self._await_ends(FENCE_S)
+        if not preempted.isdisjoint(book.lenders):
+            self.reset()
 
     def _short(self, tokens: int) -> bool:
         """Somebody may wait for blocks, and some may be held for the sidecar alone. `tokens`: of this step.
@@ -244,6 +268,8 @@ class SchedulerHalf:
         """It has ended, and its blocks are freed behind this call: those that will be offered are held."""
         self._waiting.pop(request.request_id, None)
         self.loads.forget(request.request_id)
+        if self.client.ended and self.planner.book.lends(request.request_id):
+            self.collect()  # what has been copied by now need not be held
         self._books.end(request, tables)
         self._said_at = self._clock()  # its stores may have ended unseen: an idle engine looks for a moment
 

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from kvevents_service.wire.control import GroupSpec
 
-names = st.sampled_from("abcd")
+NAMES = "abcd"
+names = st.sampled_from(NAMES)
 
 
 class Serving(RuleBasedStateMachine):
@@ -47,6 +48,12 @@ class Serving(RuleBasedStateMachine):
     def run(self) -> None:
         self.vllm.run()
 
+    @rule(steps=st.integers(2, 5))
+    def go_on(self, steps: int) -> None:
+        """So far that there is something to offer."""
+        for _ in range(steps):
+            self.vllm.step()
+
     @rule(name=names)
     def abort(self, name: str) -> None:
         self.vllm.abort(name)
@@ -54,6 +61,17 @@ class Serving(RuleBasedStateMachine):
     @rule(name=names)
     def preempt(self, name: str) -> None:
         self.vllm.preempt(name)
+
+    @rule()
+    def preempt_all(self) -> None:
+        """A reset of running requests alone: nobody is asked."""
+        for name in NAMES:
+            self.vllm.preempt(name, asked=False)
+        self.vllm.pool.reset()
+
+    @rule()
+    def slow(self) -> None:
+        self.vllm.client.sluggish = not self.vllm.client.sluggish
 
     @rule(position=st.integers(0, 9), good=st.booleans())
     def end_copy(self, position: int, good: bool) -> None:

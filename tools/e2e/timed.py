@@ -26,6 +26,7 @@ HOOKS = (
     "build_connector_meta",
     "update_connector_output",
     "request_finished_all_groups",
+    "has_pending_block_frees",
     "has_pending_push_work",
     "take_events",
     "get_kv_connector_stats",
