@@ -3,6 +3,7 @@ written from that page alone, with nothing of this package, holds the example se
 
 import array
 import ast
+import fcntl
 import mmap
 import os
 import re
@@ -54,6 +55,7 @@ def made_by_the_code() -> dict[str, bytes]:
     from kvevents_service.wire.events import AllBlocksCleared, EventBatch
     from kvevents_service.wire.frames import REPLAY_END, replay_request
     from kvevents_service.wire.framing import encode_message
+    from kvevents_service.wire.name_board import BOARD_BYTES
     from kvevents_service.wire.packing import pack_int32
 
     group = control.GroupSpec(0, "full_attention", BLOCK_TOKENS)
@@ -66,7 +68,7 @@ def made_by_the_code() -> dict[str, bytes]:
         "hello": control.Hello(
             1, "engine", "example-0", "example/model-a", HASH_BYTES, [group], [memory], [region]
         ),
-        "welcome": control.Welcome(1, BOOT_ID, 1, 64, BLOCK_BYTES),
+        "welcome": control.Welcome(1, BOOT_ID, 1, 64, BLOCK_BYTES, BOARD_BYTES),
         "step": control.Step(1, [offer]),
         "step_done": control.StepDone(1, 3, 0, 0),
         "lookup": control.Lookup(2, "req-2", b"".join(HASHES)),
@@ -203,12 +205,15 @@ class Engine:
         os.close(self.fd)
 
     def hello(self, message: list[Any]) -> list[Any]:
+        self.send_hello(message)
+        return self.receive()
+
+    def send_hello(self, message: list[Any]) -> None:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [self.fd]))
         data = frame(message)
         sent = self.socket.sendmsg([data], [rights])
         if sent < len(data):
             self.socket.sendall(data[sent:])
-        return self.receive()
 
     def send(self, message: list[Any]) -> None:
         self.socket.sendall(frame(message))
@@ -337,7 +342,7 @@ def test_the_example_session(tmp_path: Path) -> None:
 def storing_and_loading(sidecar: dict[str, Any], engine: Engine) -> None:
     assert frame(HELLO) == BLOCKS_OF_SPEC["hello"]
     welcome = engine.hello(HELLO)
-    assert welcome == ["welcome", 1, sidecar["boot_id"], 1, 64, BLOCK_BYTES]
+    assert welcome == ["welcome", 1, sidecar["boot_id"], 1, 64, BLOCK_BYTES, 1 << 22]
     assert frame([*welcome[:2], BOOT_ID, *welcome[3:]]) == BLOCKS_OF_SPEC["welcome"]
 
     assert frame(STEP) == BLOCKS_OF_SPEC["step"]
@@ -490,8 +495,22 @@ def test_a_load_whose_ids_do_not_fit_its_hit_is_a_load_of_0(engine: Engine, ids:
     assert engine.ask(["load", 3, "req-2", hit[3], int32s(ids), 3]) == ["loaded", 3, 0]
 
 
+def test_the_name_board_says_what_need_not_be_asked(engine: Engine) -> None:
+    engine.send_hello(changed(4, "shows its names"))
+    data, ancillary, _, _ = engine.socket.recvmsg(65536, socket.CMSG_LEN(4))
+    welcome = msgspec.msgpack.decode(data[4:])
+    (fd,) = struct.unpack("i", ancillary[0][2])
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    with mmap.mmap(fd, welcome[6], prot=mmap.PROT_READ) as board:
+        cells = [int.from_bytes(name[-4:], sys.byteorder) % len(board) for name in HASHES]
+        assert [board[cell] for cell in cells] == [0, 0, 0]
+        stored(engine)
+        assert all(board[cell] for cell in cells)
+    os.close(fd)
+
+
 def test_an_observer_only_looks(engine: Engine) -> None:
-    assert engine.hello(["hello", 1, "observer", "watcher"])[4:] == [0, 0]
+    assert engine.hello(["hello", 1, "observer", "watcher"])[4:] == [0, 0, 0]
     assert engine.ask(LOOKUP)[:3] == ["error", 2, "not_now"]
     tag, call_id, next_seq, width, counters, _ = stats(engine)
     assert (tag, call_id) == ("inspected", 1000)

@@ -8,13 +8,14 @@ from kvevents_service.core.eviction import EvictionQueue
 from kvevents_service.core.free_slots import FreeSlots
 from kvevents_service.core.names import Evicted, NameTable
 from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, READY
+from kvevents_service.wire.name_board import NameBoard
 
 
 class LeavingTable(NameTable):
     """The free slots, and the queue of those that can be."""
 
-    def __init__(self, capacity: int, groups: int) -> None:
-        super().__init__(capacity, groups)
+    def __init__(self, capacity: int, groups: int, board: NameBoard | None = None) -> None:
+        super().__init__(capacity, groups, board)
         self._free = FreeSlots(capacity)
         self._queue = EvictionQueue(capacity)
         self._reaches: dict[int, tuple[int, int]] = {}

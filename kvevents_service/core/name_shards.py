@@ -7,20 +7,23 @@ With more of them a cold look-up costs more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from operator import itemgetter
 from typing import Final
+
+from kvevents_service.wire.name_board import NameBoard
 
 SHARDS: Final = 128
 
 
 class NameShards:
-    """A dict of hashes, which are not empty, by their last byte. In no order."""
+    """A dict of hashes, which are not empty, by their last byte. In no order. What it has stands on `board`."""
 
-    __slots__ = ("_tables", "shards", "used")
+    __slots__ = ("_board", "_tables", "shards", "used")
 
-    def __init__(self) -> None:
+    def __init__(self, board: NameBoard | None = None) -> None:
+        self._board = board
         self._tables: tuple[dict[bytes, int], ...] = tuple({} for _ in range(SHARDS))
         self.shards = self._tables * (256 // SHARDS)
         self.used = False
@@ -50,7 +53,11 @@ class NameShards:
 
     def pop_all(self, names: list[bytes]) -> list[int | None]:
         """The same, and none of them is here any more."""
-        return list(map(dict.pop, self._shards_of(names), names, repeat(None)))
+        found = list(map(dict.pop, self._shards_of(names), names, repeat(None)))
+        if self._board is not None:
+            here = [name for name, slot in zip(names, found, strict=True) if slot is not None]
+            self._board.take(here if None in found else names)
+        return found
 
     def slots(self) -> Iterator[int]:
         return chain.from_iterable(map(dict.values, filter(None, self._tables)))
@@ -58,9 +65,11 @@ class NameShards:
     def items(self) -> Iterator[tuple[bytes, int]]:
         return chain.from_iterable(map(dict.items, self._tables))
 
-    def add(self, names: list[bytes], slots: Iterable[int]) -> None:
-        """Pairwise. All are new."""
+    def add(self, names: list[bytes], slots: Sequence[int]) -> None:
+        """Pairwise, as many as there are slots. All are new."""
         self.used = True
+        if self._board is not None:
+            self._board.add(names[: len(slots)])
         deque(map(dict.setdefault, self._shards_of(names), names, slots), 0)
 
     def is_disjoint(self, names: list[bytes]) -> bool:

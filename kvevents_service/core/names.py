@@ -14,6 +14,7 @@ from kvevents_service.core.frozen_metas import FrozenMetas
 from kvevents_service.core.metadata import BlockStoreMeta
 from kvevents_service.core.name_shards import NameShards
 from kvevents_service.core.slots import NO_SLOT, PENDING, READY, SlotTable
+from kvevents_service.wire.name_board import NameBoard
 
 
 class Evicted(NamedTuple):
@@ -43,9 +44,9 @@ def _is_alive(reference: ref[FrozenMetas]) -> bool:
 class NameTable(SlotTable):
     """Slots found by name: a block's own hash, and `inner` names of prefixes that end inside it."""
 
-    def __init__(self, capacity: int, groups: int) -> None:
+    def __init__(self, capacity: int, groups: int, board: NameBoard | None = None) -> None:
         super().__init__(capacity)
-        self.index = [NameShards() for _ in range(groups)]
+        self.index = [NameShards(board) for _ in range(groups)]
         self.inner = [NameShards() for _ in range(groups)]
         self._leaving = NO_SLOT
         self._frozen: list[ref[FrozenMetas]] = []

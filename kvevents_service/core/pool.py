@@ -32,6 +32,7 @@ from kvevents_service.core.leaving import LeavingTable
 from kvevents_service.core.metadata import BlockStoreMeta, StoreRun
 from kvevents_service.core.names import Evicted, Forgotten
 from kvevents_service.core.slots import DOOMED, FREE, NO_SLOT, ORPHANED, PENDING, READY
+from kvevents_service.wire.name_board import NameBoard
 
 
 class Allocation(NamedTuple):
@@ -42,10 +43,13 @@ class Allocation(NamedTuple):
 
 
 class BlockPool(LeavingTable):
-    """`capacity` slots shared by `groups` groups. Not thread safe; no I/O, no clock."""
+    """`capacity` slots shared by `groups` groups. Not thread safe; no I/O, no clock.
 
-    def __init__(self, capacity: int, groups: int) -> None:
-        super().__init__(capacity, groups)
+    board: has the names of blocks that are found by their own hash, pending ones included.
+    """
+
+    def __init__(self, capacity: int, groups: int, board: NameBoard | None = None) -> None:
+        super().__init__(capacity, groups, board)
         self.allocated = 0
         """Slots ever taken."""
 

@@ -16,6 +16,7 @@ from kvevents_service.core.pool import BlockPool
 from kvevents_service.core.slots import PENDING, READY
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec
+from kvevents_service.wire.name_board import NameBoard
 from kvevents_service.wire.packing import INT32_BYTES, unpack_int32
 
 _KIND_OF: Final = attrgetter("group", "inner")
@@ -25,7 +26,7 @@ _HASH_OF: Final = attrgetter("block_hash")
 class TierSpec(NamedTuple):
     """What the tier is: set by the first hello, the same for every session after it.
 
-    keeps: it is to be told of every run that was announced.
+    keeps: it is to be told of every run that was announced. board: where the names of its blocks are to stand.
     """
 
     medium: str
@@ -34,6 +35,7 @@ class TierSpec(NamedTuple):
     groups: tuple[GroupSpec, ...]
     hash_tokens: int
     keeps: bool = False
+    board: NameBoard | None = None
 
 
 class Limits(NamedTuple):
@@ -60,7 +62,7 @@ class Tier:
     def __init__(self, spec: TierSpec, limits: Limits) -> None:
         self.spec = spec
         self.limits = limits
-        self.pool = BlockPool(spec.capacity_blocks, len(spec.groups))
+        self.pool = BlockPool(spec.capacity_blocks, len(spec.groups), spec.board)
         self.counters: Counter[str] = Counter()
         self.engine_blocks: dict[int, int] = {}
         self._last_id = 0

@@ -73,6 +73,11 @@ class OffloadClient(Registration):
         """Steps and loads that have not been returned by `poll` yet."""
         return len(self._posted) + self._line.outstanding
 
+    @property
+    def ended(self) -> bool:
+        """Some of them have been heard of, and `poll` returns them at once."""
+        return self._line.has_ended
+
     # the step loop
 
     def step(
@@ -124,6 +129,11 @@ class OffloadClient(Registration):
     def _count_step(self, sent: bool) -> None:
         with self._line.lock:  # two threads count
             self.counters["steps_sent" if sent else "steps_dropped"] += 1
+
+    def may_have(self, block_hash: bytes) -> bool:
+        """False: the sidecar has no block of this name, by its board. Asks nobody, and costs next to nothing."""
+        link = self._line.link
+        return link is None or link.board is None or link.board.may_have(block_hash)
 
     def lookup(
         self,

@@ -14,10 +14,12 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from kvevents_service.engine import nowait
+from kvevents_service.engine.board import attach
 from kvevents_service.errors import SidecarGone, WireError
 from kvevents_service.wire.control import (
     LENGTH_BYTES,
@@ -28,9 +30,12 @@ from kvevents_service.wire.control import (
     Welcome,
 )
 from kvevents_service.wire.framing import FrameReader, decode_sidecar, encode_message
+from kvevents_service.wire.name_board import NameBoard
 
 READ_BYTES = 32 * 1024
 MAX_THROWN_AWAY = 64
+MAX_FDS = 4
+"""A welcome has one at most."""
 SEND_BUFFER_BYTES = 4 * 1024 * 1024
 SO_SNDBUFFORCE = 32  # Linux; not in the socket module
 
@@ -101,6 +106,20 @@ class Connection:
             except WireError as error:
                 raise SidecarGone(f"the sidecar sent no valid frame ({error})") from error
 
+    def greeted(self) -> tuple[list[SidecarMessage], list[int]]:
+        """As `receive`, with the descriptors that ride on what has arrived: the caller's from here on."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, READ_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return [], []
+        if not data:
+            raise SidecarGone("the sidecar closed the connection")
+        try:
+            return [decode_sidecar(frame) for frame in self._reader.feed(data)], fds
+        except WireError as error:
+            _close_all(fds)
+            raise SidecarGone(f"the sidecar sent no valid frame ({error})") from error
+
     def wait(self, wait_s: float) -> None:
         """Sleep until something may have arrived, or can be sent. Changes nothing, so it needs no lock."""
         poller = select.poll()  # of its own: one poll object serves one thread at a time
@@ -167,7 +186,15 @@ def _widen(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
 
-def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> tuple[Connection, Welcome]:
+class Greeted(NamedTuple):
+    """A connection that stands. `board`: the names that the sidecar may have, if it shows them."""
+
+    connection: Connection
+    welcome: Welcome
+    board: NameBoard | None
+
+
+def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> Greeted:
     """Connect and say hello, with the memory's descriptors. SidecarGone if nobody answers well within `wait_s`."""
     frame = encode_message(hello)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -178,7 +205,7 @@ def dial(path: str, hello: Hello, fds: Sequence[int], wait_s: float) -> tuple[Co
         with suppress(BrokenPipeError):  # it has closed already: its answer says why
             _send_with_fds(sock, frame, fds)
         connection = Connection(sock)
-        return connection, _welcome(connection, wait_s)
+        return Greeted(connection, *_welcome(connection, wait_s))
     except OSError as error:
         sock.close()
         raise SidecarGone(f"no sidecar at {path} ({error.strerror or error})") from error
@@ -200,11 +227,27 @@ def _send_with_fds(sock: socket.socket, frame: bytearray, fds: Sequence[int]) ->
     sock.sendall(frame[sent:])
 
 
-def _welcome(connection: Connection, wait_s: float) -> Welcome:
+def _welcome(connection: Connection, wait_s: float) -> tuple[Welcome, NameBoard | None]:
+    fds: list[int] = []
+    try:
+        welcome = _await_welcome(connection, wait_s, fds)
+        return welcome, attach(fds, welcome.board_bytes)
+    finally:
+        _close_all(fds)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _await_welcome(connection: Connection, wait_s: float, fds: list[int]) -> Welcome:
     deadline = time.monotonic() + wait_s
     while (left := deadline - time.monotonic()) > 0:
         connection.wait(left)
-        for message in connection.receive():
+        messages, more = connection.greeted()
+        fds += more
+        for message in messages:
             match message:
                 case Welcome():
                     return message

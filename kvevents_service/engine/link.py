@@ -19,6 +19,7 @@ from kvevents_service.wire.control import (
     Welcome,
 )
 from kvevents_service.wire.control import Hit as HitMessage
+from kvevents_service.wire.name_board import NameBoard
 
 Answer = HitMessage | ResetDone | Inspected | Error
 Completion = StepDone | Loaded
@@ -27,9 +28,10 @@ Completion = StepDone | Loaded
 class Link:
     """Sends and receives on one connection, and keeps the books. Not thread safe."""
 
-    def __init__(self, connection: Connection, welcome: Welcome) -> None:
+    def __init__(self, connection: Connection, welcome: Welcome, board: NameBoard | None = None) -> None:
         self.connection = connection
         self.welcome = welcome
+        self.board = board
         self.suspect = False
         self.broken = False
         self._steps: set[int] = set()

@@ -107,11 +107,11 @@ class Registration:
     def _keep(self) -> None:
         while self._wait_disconnected():
             try:
-                connection, welcome = dial(self.socket_path, self._hello(), self._fds, self.timeouts.hello_s)
+                greeted = dial(self.socket_path, self._hello(), self._fds, self.timeouts.hello_s)
             except (SidecarGone, *ENGINE_FAULTS) as error:
                 self._note_failed_dial(error)
             else:
-                self._adopt(Link(connection, welcome))
+                self._adopt(Link(*greeted))
 
     def _wait_disconnected(self) -> bool:
         """Wait until a dial is due; False when closing."""

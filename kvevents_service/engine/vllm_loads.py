@@ -99,6 +99,8 @@ class Loads:
         self._rules = rules
         self._clock = clock
         self._prefix_only = all(group.kind in PREFIX_KINDS for group in self._groups)
+        sizes = [group.block_size for group in self._groups if group.kind in PREFIX_KINDS]
+        self._first_units = sizes[0] // hash_tokens if sizes and not rules.fine else 0
         self._step_tokens = step_tokens
         self._ahead_tokens = 0
         self.arrived: dict[str, VllmRequest] = {}
@@ -127,6 +129,8 @@ class Loads:
         """
         request_id = request.request_id
         if len(self._asked) + len(self.arrived) >= MAX_ASKED or request_id in self._asked:
+            return
+        if self._is_missing(request, 0):
             return
         self.arrived[request_id] = request
         if self._ahead_tokens < self._step_tokens:
@@ -158,6 +162,10 @@ class Loads:
         if local_tokens % self._align or stop <= first or request.request_id in self._missed or self.late:
             self.release(request.request_id)
             return 0
+        if self._is_missing(request, first):
+            self.counters["lookups_spared"] += 1
+            self.release(request.request_id)
+            return 0
         found = self._found.get(request.request_id)
         if found is None or found[1:3] != (first, stop) or self._clock() > found.until:
             found = self._ask(request, first, stop)
@@ -165,6 +173,11 @@ class Loads:
             return 0
         units = self._usable(found)
         return None if units and self._held_blocks >= self._most_blocks else units * self._unit
+
+    def _is_missing(self, request: VllmRequest, first: int) -> bool:
+        """The block that a hit behind so many units would begin with is not there: nobody need be asked."""
+        named, units = request.block_hashes, self._first_units
+        return 0 < units <= len(named) - first and not self._client.may_have(named[first + units - 1])
 
     def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
         hit = self._early(request.request_id, first, stop)

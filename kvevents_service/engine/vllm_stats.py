@@ -35,6 +35,9 @@ METRICS = (
     Metric("connected", "1 while the sidecar is there.", lambda half: half.client.connected, gauge=True),
     Metric("held_blocks", "Engine blocks that wait for a copy.", lambda half: half.planner.book.held_blocks, True),
     Metric("lookups", "Lookups of prompts.", _client("lookups")),
+    Metric(
+        "lookups_spared", "Misses that the name board told of.", lambda half: half.loads.counters["lookups_spared"]
+    ),
     Metric("loads", "Hits that began to be loaded.", lambda half: half.loads.counters["loads"]),
     Metric("loaded_tokens", "Prompt tokens that were loaded.", lambda half: half.loads.counters["loaded_tokens"]),
     Metric("loads_failed", "Loads that ended in a miss.", lambda half: half.loads.counters["loads_failed"]),

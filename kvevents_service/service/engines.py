@@ -18,7 +18,7 @@ from kvevents_service.service.session import EngineSession
 from kvevents_service.service.sidecar import Sidecar
 from kvevents_service.sockets import is_stale
 from kvevents_service.transfer.memory import SessionMemory, attach
-from kvevents_service.wire.control import Error
+from kvevents_service.wire.control import Error, Welcome
 from kvevents_service.wire.framing import encode_message
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,22 @@ class EnginePlane:
         session.closed.add_done_callback(lambda _: self.sessions.discard(session))
         level = logging.DEBUG if hello.role == "observer" else logging.INFO
         log.log(level, "session %d: %s %r", session.session_id, hello.role, hello.engine_id[:64])
-        session.send(welcome)
+        self._welcome(sock, session, welcome)
+
+    def _welcome(self, sock: socket.socket, session: EngineSession, welcome: Welcome) -> None:
+        """Around the transport, which has sent nothing yet, and can send no descriptor."""
+        board = self.sidecar.names.fd
+        if not welcome.board_bytes or board is None:
+            session.send(welcome)
+            return
+        try:
+            frame = encode_message(welcome)
+            sent = socket.send_fds(sock, [frame], [board])
+            if sent < len(frame):
+                raise BlockingIOError("a new socket takes no whole welcome")
+        except OSError as error:
+            log.info("session %d left before it was welcomed: %s", session.session_id, error)
+            session.abort()
 
     async def _attach(self, greeting: Greeting) -> SessionMemory | None:
         hello, fds = greeting

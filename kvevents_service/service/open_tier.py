@@ -14,6 +14,7 @@ from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.errors import ControlError
 from kvevents_service.service.roster import Head
+from kvevents_service.service.shared_board import SharedBoard
 from kvevents_service.transfer.arena import HostArena, HostStorage, Storage
 from kvevents_service.transfer.disk import DiskStorage
 from kvevents_service.transfer.disk_layout import KeptLayout
@@ -66,6 +67,7 @@ class Tiers:
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float]) -> None:
         self.settings = config.tiers
+        self.names = SharedBoard()
         self.storages = [_storage(tier, config) for tier in self.settings]
         self._disk = next((storage for storage in self.storages if isinstance(storage, DiskStorage)), None)
         self._clock = clock
@@ -96,8 +98,11 @@ class Tiers:
         return OpenTier(head, sizes, scheduler, lanes[0], lanes[1] if lanes[1:] else (), host)
 
     def _scheduler(self, head: Head, capacities: list[int], block_bytes: int) -> OffloadScheduler:
+        board = self.names.board
+        if board is not None:
+            board.clear()  # of the names of the tiers before
         first, *behind = (
-            TierSpec(storage.medium, slots, head.hash_bytes, head.groups, head.hash_tokens, tier.keep)
+            TierSpec(storage.medium, slots, head.hash_bytes, head.groups, head.hash_tokens, tier.keep, board)
             for tier, storage, slots in zip(self.settings, self.storages, capacities, strict=True)
         )
         if not behind:
@@ -136,6 +141,7 @@ class Tiers:
 
     def close(self) -> None:
         """No copy may be running."""
+        self.names.close()
         for storage in self.storages:
             storage.close()
 

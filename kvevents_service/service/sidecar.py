@@ -54,6 +54,7 @@ class Sidecar:
         self.rota = publisher.rota
         self.copies = Copies(self.perform, self.meter, self.rota)
         self._tiers = Tiers(config, clock)
+        self.names = self._tiers.names
         self._watch = DiskWatch(self._of_disk)
         self._freezes = bool(gc.get_freeze_count())  # as `kvevents serve` did at its start; it takes 20 ms to ask
         self._bytes_moved = 0
@@ -76,7 +77,8 @@ class Sidecar:
         if tier is None or hello.role == "observer":
             return Welcome(PROTOCOL_VERSION, self.boot_id, session.session_id, 0, 0)
         capacity = tier.scheduler.tier.spec.capacity_blocks
-        return Welcome(PROTOCOL_VERSION, self.boot_id, session.session_id, capacity, tier.block_bytes)
+        board_bytes = self.names.size_bytes if hello.role == "engine" else 0
+        return Welcome(PROTOCOL_VERSION, self.boot_id, session.session_id, capacity, tier.block_bytes, board_bytes)
 
     def _admit_engine(self, session: Session, hello: Hello) -> None:
         self.check_open()

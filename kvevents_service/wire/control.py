@@ -209,7 +209,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome", frozen=True, gc=Fa
     """The session stands. A new `boot_id` means a new sidecar: everything known of the old one is void.
 
     `capacity_blocks` and `block_bytes` (of all ranks together) are the tier's: 0 as long as it has no size, because
-    no engine has had all its ranks yet.
+    no engine has had all its ranks yet. `board_bytes`: of the name board, whose descriptor rides on this; 0: none.
     """
 
     protocol: int
@@ -217,6 +217,7 @@ class Welcome(msgspec.Struct, array_like=True, tag="welcome", frozen=True, gc=Fa
     session_id: int
     capacity_blocks: int
     block_bytes: int
+    board_bytes: int = 0
 
 
 class StepDone(msgspec.Struct, array_like=True, tag="step_done", frozen=True, gc=False):

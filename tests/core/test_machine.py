@@ -43,6 +43,7 @@ from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.tier import Limits, TierSpec
 from kvevents_service.errors import ControlError
 from kvevents_service.wire.control import GroupSpec, Load, Lookup, Offer, Release, Step
+from kvevents_service.wire.name_board import NameBoard
 from kvevents_service.wire.packing import pack_int32
 
 LIMITS = Limits(max_pending_blocks=24, max_leases=3, max_lease_s=20.0)
@@ -113,13 +114,18 @@ class Offloading(RuleBasedStateMachine):
     world: World
     now = 0.0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = memoryview(bytearray(1 << 16))
+        self.board = NameBoard(self.cells)
+
     @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4), slices=slices)
     def start(self, capacity: int, ranks: int, slices: int) -> None:
         limits = LIMITS._replace(slice_blocks=slices)
         self.begin(OffloadScheduler(self.tier(MEDIUM, capacity), limits), ranks)
 
     def tier(self, medium: str, capacity: int) -> TierSpec:
-        return TierSpec(medium, capacity, 32, self.model, UNIT)
+        return TierSpec(medium, capacity, 32, self.model, UNIT, board=self.board)
 
     def begin(self, scheduler: OffloadScheduler, ranks: int) -> None:
         self.world = World(scheduler, ranks)
@@ -431,6 +437,13 @@ class Offloading(RuleBasedStateMachine):
     def all_agree(self) -> None:
         if hasattr(self, "scheduler"):
             self.world.check()
+            self.check_board()
+
+    def check_board(self) -> None:
+        """It has every name of every tier, and no more."""
+        named = [names for tier in self.scheduler.tiers for names in tier.pool.index]
+        assert all(self.board.may_have(name) for names in named for name in names)
+        assert sum(self.cells) == sum(map(len, named))
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -4,6 +4,7 @@ import pytest
 from engine.vllm_toy import FULL, UNIT, WINDOW, Pool, Request, ToyVllm
 
 from kvevents_service.engine.offers import make_offer
+from kvevents_service.wire.control import GroupSpec
 
 PROMPT = list(range(20))
 
@@ -36,6 +37,9 @@ def serve(vllm: ToyVllm, request_id: str, prompt: list[int], more: int = 1) -> i
     vllm.client.end_copies()
     vllm.step()
     return vllm.cached[request_id]
+
+
+BIG = GroupSpec(0, "full_attention", 8)
 
 
 def evicted() -> ToyVllm:
@@ -440,6 +444,7 @@ def test_an_early_answer_that_has_become_old_is_asked_for_anew() -> None:
 
 def test_a_long_queue_is_not_asked_for_all_at_once() -> None:
     vllm = ToyVllm()
+    vllm.client.shows_names = False
     for number in range(100):
         vllm.add(f"r{number}", [number, *PROMPT])
     assert asked(vllm) == 2, "these fill the next step"
@@ -449,6 +454,7 @@ def test_a_long_queue_is_not_asked_for_all_at_once() -> None:
 
 def test_prompts_behind_a_whole_step_are_asked_for_with_the_step_or_when_their_turn_comes() -> None:
     vllm = ToyVllm()
+    vllm.client.shows_names = False
     requests = [vllm.add(f"r{number}", PROMPT) for number in range(4)]
     assert asked(vllm) == 2
     assert vllm.half.find(requests[2], 0) == 0
@@ -463,6 +469,7 @@ def test_prompts_behind_a_whole_step_are_asked_for_with_the_step_or_when_their_t
 
 def test_a_miss_is_not_asked_for_in_every_step() -> None:
     vllm = ToyVllm()
+    vllm.client.shows_names = False
     request = vllm.add("r", PROMPT)
     asked(vllm)
     for _ in range(3):
@@ -472,6 +479,33 @@ def test_a_miss_is_not_asked_for_in_every_step() -> None:
     vllm.clock.advance(0.2)
     assert vllm.half.find(request, 0) == 0
     assert asked(vllm) == 1
+
+
+def test_what_the_sidecar_has_not_it_is_not_asked_for() -> None:
+    vllm = ToyVllm()
+    request = vllm.add("r", PROMPT)
+    assert vllm.half.find(request, 0) == 0
+    assert asked(vllm) == 0
+    assert vllm.half.loads.counters["lookups_spared"] == 1
+    vllm.drain()
+
+
+def test_nor_for_what_would_be_behind_the_engines_own_blocks() -> None:
+    vllm = evicted()
+    request = vllm.add("longer", [*PROMPT[:16], *range(900, 920)])
+    assert asked(vllm) == 1, "it has the first block"
+    assert vllm.half.find(request, 16) == 0
+    assert asked(vllm) == 0
+    assert vllm.half.find(request, 8) == 8, "the ones between it has"
+    vllm.drain()
+
+
+def test_a_prompt_without_a_whole_block_is_asked_for_as_ever() -> None:
+    vllm = ToyVllm((BIG,))
+    request = vllm.add("r", PROMPT[:6])
+    assert vllm.half.find(request, 0) == 0
+    assert asked(vllm) == 1
+    vllm.drain()
 
 
 # reset

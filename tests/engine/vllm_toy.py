@@ -35,6 +35,7 @@ from kvevents_service.wire.control import (
     Step,
     StepDone,
 )
+from kvevents_service.wire.name_board import NameBoard
 from kvevents_service.wire.packing import pack_int32, unpack_int32
 
 UNIT = 4
@@ -163,13 +164,14 @@ class Running(NamedTuple):
 
 
 class ToyClient:
-    """The calls of an `OffloadClient`, on a real core. `away`: nobody answers."""
+    """The calls of an `OffloadClient`, on a real core. `away`: nobody answers. `sluggish`: no wait ends a copy."""
 
     def __init__(self, groups: Sequence[GroupSpec], pool: Pool) -> None:
         self.layout = EngineLayout("toy", "toy", check_groups(groups, UNIT), hash_tokens=UNIT)
         self.timeouts = Timeouts()
         self.counters: Counter[str] = Counter()
-        self.away = False
+        self.away = self.sluggish = False
+        self.shows_names = True
         self._pool = pool
         self._ended: list[StepDone | Loaded] = []
         self._posted: list[tuple[Sequence[MakeOffer], list[Offer]]] = []
@@ -188,7 +190,8 @@ class ToyClient:
         self._loads.clear()
         self._early = dict.fromkeys(self._early, NO_HIT)
         groups = tuple(self.layout.groups)
-        self.core = OffloadScheduler(TierSpec("CPU", 4096, 32, groups, UNIT))
+        self.board = NameBoard(memoryview(bytearray(1 << 16)))
+        self.core = OffloadScheduler(TierSpec("CPU", 4096, 32, groups, UNIT, board=self.board))
         self.core.hello(SESSION, len(self._pool.blocks))
         self.copies = HeldCopies(self.core)
         self.counters["registrations"] += 1
@@ -200,6 +203,10 @@ class ToyClient:
     @property
     def outstanding(self) -> int:
         return len(self._open) + len(self._loads) + len(self._ended)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._ended)
 
     def _next(self) -> int:
         self._ids += 1
@@ -234,6 +241,12 @@ class ToyClient:
         for block_id, content in promises:
             assert self._pool.content[block_id] == content, f"block {block_id} does not hold what was offered"
 
+    def check_held(self) -> None:
+        """Of what is being copied nothing may be given to another request (I9)."""
+        for promises in self._open.values():
+            for block_id, _ in promises:
+                assert self._pool.blocks[block_id].ref_cnt, f"block {block_id} is copied, and free"
+
     def _hear(self, messages: Iterable[SidecarMessage]) -> None:
         for message in messages:
             if isinstance(message, StepDone):
@@ -244,6 +257,9 @@ class ToyClient:
                 for block_id, content in targets if message.blocks else ():
                     self._pool.content[block_id] = content
                 self._ended.append(message)
+
+    def may_have(self, block_hash: bytes) -> bool:
+        return self.away or not self.shows_names or self.board.may_have(block_hash)
 
     def begin_lookup(
         self, request_id: str, block_hashes: Sequence[bytes], start_tokens: int = 0, *, fine: bool = False
@@ -306,6 +322,10 @@ class ToyClient:
 
     def poll(self, wait_s: float = 0.0) -> Completions:
         self.counters["toy_polls"] += 1
+        if wait_s > 0.1:
+            self.counters["toy_long_polls"] += 1
+            if not self.sluggish:
+                self.end_copies()
         for makers, offers in self._posted:
             assert [make() for make in makers] == offers, "an offer that is made late is another one"
         self._posted.clear()
@@ -316,6 +336,7 @@ class ToyClient:
     def reset(self, wait_s: float = 1.0) -> int | None:
         if self.away:
             return None
+        self._open = {number: [] for number in self._open}  # whatever is copied of it now is of no use
         self._hear(self.copies.perform(self.core.reset(SESSION, Reset(self._next()))))
         return 0
 
@@ -384,9 +405,12 @@ class ToyVllm:
                 self._free(request)
             self._unqueue(request)
 
-    def preempt(self, request_id: str) -> None:
+    def preempt(self, request_id: str, *, asked: bool = True) -> None:
+        """Not `asked`: as by a reset of running requests."""
         request = self.requests.get(request_id)
         if request is not None and request in self.running:
+            if asked:
+                self.half.secure()
             self._free(request)
             request.num_computed_tokens = 0
             self.preempted.add(request_id)
@@ -487,6 +511,7 @@ class ToyVllm:
             elif fresh and not request.local and not start:
                 request.tables = []
         said = self.half.begin_step(self._output(new, plain, parts))
+        self.client.check_held()
         for request, start, stop in parts:
             request.num_computed_tokens = stop
             request.num_in_flight_tokens += stop - start
