@@ -55,8 +55,7 @@ class NameShards:
         """The same, and none of them is here any more."""
         found = list(map(dict.pop, self._shards_of(names), names, repeat(None)))
         if self._board is not None:
-            here = [name for name, slot in zip(names, found, strict=True) if slot is not None]
-            self._board.take(here if None in found else names)
+            self._board.take(_present(names, found) if None in found else names)
         return found
 
     def slots(self) -> Iterator[int]:
@@ -84,3 +83,7 @@ class NameShards:
         last = packed[size - 1 :: size] if len(packed) == size * len(names) else [name[-1] for name in names]
         found: tuple[dict[bytes, int], ...] = itemgetter(*last)(self.shards)
         return found
+
+
+def _present(names: list[bytes], found: list[int | None]) -> list[bytes]:
+    return [name for name, slot in zip(names, found, strict=True) if slot is not None]

@@ -38,15 +38,17 @@ class NameBoard:
         """Blocks have these names from now on."""
         cells = self._cells
         for cell in self._places(names):
-            if cells[cell] < STUCK:
-                cells[cell] += 1
+            count = cells[cell]
+            if count < STUCK:
+                cells[cell] = count + 1
 
     def take(self, names: list[bytes]) -> None:
         """And no more. Each was added."""
         cells = self._cells
         for cell in self._places(names):
-            if 0 < cells[cell] < STUCK:
-                cells[cell] -= 1
+            count = cells[cell]
+            if 0 < count < STUCK:
+                cells[cell] = count - 1
 
     def clear(self) -> None:
         """No block has a name."""
@@ -54,8 +56,8 @@ class NameBoard:
 
     def _places(self, names: list[bytes]) -> Iterable[int]:
         """The cell of each, in bulk if all are of one length."""
-        mask, packed = self._mask, b"".join(names)
-        size = len(names[0]) if names else 0
+        mask, size = self._mask, len(names[0]) if len(names) > 1 else 0
+        packed = b"".join(names) if size else b""
         if size % WORD or len(packed) != size * len(names) or not size:
             return [int.from_bytes(name[-WORD:], sys.byteorder) & mask for name in names]
         words = size // WORD
