@@ -127,8 +127,15 @@ class OfferBook:
         for request_id in self.lenders:
             self.take_over(request_id)
 
+    def lends_any_of(self, block_ids: Iterable[int]) -> bool:
+        """One of these blocks is lent. No other may write to it, whoever has it by now."""
+        return bool(self._lent) and not self._lent_blocks().isdisjoint(block_ids)
+
+    def _lent_blocks(self) -> set[int]:
+        return {block for lent in self._lent.values() for block_ids in lent.values() for block in block_ids}
+
     def void(self) -> None:
-        """No copy of what was offered so far is of any use: what was lent need not be held."""
+        """The sidecar has said that no copy of what was offered is of any use: what was lent need not be held."""
         self.held_blocks -= sum(map(_blocks, self._lent.values()))
         self._lent.clear()
 

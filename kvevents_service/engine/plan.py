@@ -211,7 +211,6 @@ class Planner(Generic[Claim]):
     def reset(self) -> None:
         """What was computed is void: nothing of it is offered any more. Call it beside the client's `reset`."""
         self.book.drop()
-        self.book.void()
         self._kept = Draft(0)
         for sent in self._sent.values():
             sent.claims.clear()

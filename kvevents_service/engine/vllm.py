@@ -141,7 +141,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _start_scheduler(self) -> None:
         """The policy is vLLM's, and read by it after this: a failed load must never fail a request."""
-        if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
+        if not _is_tested():
             log.warning(
                 "kvevents: vLLM %s: this connector is tested with %s", vllm.__version__, " and ".join(TESTED)
             )
@@ -235,6 +235,7 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 ours.hit_rules(self._vllm_config, self._kv_cache_config, self._fine, self._options.load_timeout_s),
                 self._options.batch_steps,
                 not envs.VLLM_ENABLE_V1_MULTIPROCESSING,
+                _is_tested(),
             )
             half = SchedulerHalf(
                 self._client,
@@ -336,6 +337,10 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.take_back()
         self._scheduler.close()
+
+
+def _is_tested() -> bool:
+    return ".".join(vllm.__version__.split(".")[:2]) in TESTED
 
 
 def _stream() -> int:

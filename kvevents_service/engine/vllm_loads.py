@@ -75,7 +75,10 @@ class HitRules(NamedTuple):
 
 
 class Loads:
-    """All hits and loads of one engine, which schedules up to `step_tokens` in a step."""
+    """All hits and loads of one engine, which schedules up to `step_tokens` in a step.
+
+    `is_lent`: one of these blocks is being copied for a request that had it before. No load is begun into it.
+    """
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class Loads:
         rules: HitRules,
         step_tokens: int,
         clock: Callable[[], float],
+        is_lent: Callable[[Iterable[int]], bool] = lambda _: False,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._held_blocks = 0
@@ -98,6 +102,7 @@ class Loads:
         self._pool = pool
         self._rules = rules
         self._clock = clock
+        self._is_lent = is_lent
         self._prefix_only = all(group.kind in PREFIX_KINDS for group in self._groups)
         sizes = [group.block_size for group in self._groups if group.kind in PREFIX_KINDS]
         self._first_units = sizes[0] // hash_tokens if sizes and not rules.fine else 0
@@ -110,6 +115,7 @@ class Loads:
         self.late: dict[int, Loading] = {}
         self.ended: dict[str, LoadEnd] = {}
         self._missed: set[str] = set()
+        self._spared: set[str] = set()
 
     def __repr__(self) -> str:
         counts = f"found={len(self._found)} loading={len(self.loading)} late={len(self.late)}"
@@ -163,7 +169,7 @@ class Loads:
             self.release(request.request_id)
             return 0
         if self._is_missing(request, first):
-            self.counters["lookups_spared"] += 1
+            self._count_spared(request.request_id)
             self.release(request.request_id)
             return 0
         found = self._found.get(request.request_id)
@@ -178,6 +184,12 @@ class Loads:
         """The block that a hit behind so many units would begin with is not there: nobody need be asked."""
         named, units = request.block_hashes, self._first_units
         return 0 < units <= len(named) - first and not self._client.may_have(named[first + units - 1])
+
+    def _count_spared(self, request_id: str) -> None:
+        """Once a request: it may be looked at in every step."""
+        if request_id not in self._spared:
+            self._spared.add(request_id)
+            self.counters["lookups_spared"] += 1
 
     def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
         hit = self._early(request.request_id, first, stop)
@@ -228,7 +240,10 @@ class Loads:
         load_id = None
         if found is not None and found.hit.blocks:
             block_ids = self._targets(tables, found.first * self._unit, tokens)
-            load_id = self._client.load(request_id, found.hit, pack_int32(block_ids), units)
+            if self._is_lent(block_ids):
+                self._client.release(found.hit)
+            else:
+                load_id = self._client.load(request_id, found.hit, pack_int32(block_ids), units)
         if load_id is None or found is None:
             self._fail(Loading(request_id, units, (), 0.0), LoadEnd(failed=True))
             return
@@ -293,6 +308,7 @@ class Loads:
         """The request has ended. A load of it goes on, and ends as ever."""
         self.release(request_id)
         self._missed.discard(request_id)
+        self._spared.discard(request_id)
         for load_id, loading in self.loading.items():
             if loading.request_id == request_id:
                 self.loading[load_id] = loading._replace(gone=True)

@@ -36,7 +36,8 @@ LINGER_S = 1.0
 """How long vLLM is asked to run empty steps for stores that are under way."""
 RESET_RETRY_S = 1.0
 FENCE_S = 1.0
-"""How long a step waits for copies of blocks that it may write: behind a reset of running requests alone."""
+"""How long a step waits for copies of blocks that it may write, behind a reset of running requests alone; and then
+again, if they do not end, until what is stored is void."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -50,7 +51,7 @@ class Rules(NamedTuple):
     """`step_tokens`: what one step may schedule. `held_fraction`: how much of the pool may be held.
 
     `batch_steps`: so many steps are told to the sidecar at once, where nothing is lost by it. `last_steps`: no
-    empty steps follow when the last request has ended.
+    empty steps follow when the last request has ended. `lent`: this vLLM is known to ask before it preempts.
     """
 
     lazy: bool
@@ -59,6 +60,7 @@ class Rules(NamedTuple):
     hits: HitRules
     batch_steps: int = 1
     last_steps: bool = False
+    lent: bool = True
 
 
 class SchedulerHalf:
@@ -90,7 +92,8 @@ class SchedulerHalf:
         flights = Flights(stored, watch=asks)
         self._pool = EnginePool(pool, flights.written, key, spans)
         self.planner = self._make_planner(rules, asks)
-        self.loads = Loads(client, groups, unit, self._pool, rules.hits, rules.step_tokens, clock)
+        is_lent = self.planner.book.lends_any_of
+        self.loads = Loads(client, groups, unit, self._pool, rules.hits, rules.step_tokens, clock, is_lent)
         self._books = Books(self.planner, flights, self._pool, stored, self._view, record=rules.lazy)
         self._open_steps = self._step = self._due = self._look = 0
         self._landed = -1
@@ -107,7 +110,7 @@ class SchedulerHalf:
         if rules.lazy:
             order = pool.eviction_order
             return LazyPlanner(layout.groups, layout.hash_tokens, book, order, pool.find, rules.step_tokens)
-        return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None, lent=True)
+        return EagerPlanner(layout.groups, layout.hash_tokens, book, pool.find if asks else None, lent=rules.lent)
 
     def _view(self, request: VllmRequest) -> RequestView:
         return view_of(request, self._digest, self._fine_unit)
@@ -160,21 +163,24 @@ class SchedulerHalf:
         return Said(step, loads.take_ended() if loads.ended else NOTHING)
 
     def secure(self) -> None:
-        """Requests may be preempted now: what they lend is held by us."""
+        """Requests may be preempted now: what they lend is held by us, but for what has been copied by now."""
+        if self.client.ended:
+            self.collect()
         self.planner.book.take_over_all()
 
     def _fence(self, preempted: set[str]) -> None:
         """vLLM has taken these requests' blocks, and is about to use them anew.
 
         It asks before it does, `secure`, but for a reset of its prefix cache with its running requests. Then the
-        step waits for what is copied; should that take too long, whatever the sidecar has may be wrong.
+        step waits for what is copied; should that take too long, whatever the sidecar has may be wrong. (Loads into
+        such blocks are refused: they would begin before this.)
         """
         book = self.planner.book
         if preempted.isdisjoint(book.lenders):
             return
         self._await_ends(FENCE_S)
         if not preempted.isdisjoint(book.lenders):
-            self.reset()
+            self.reset(FENCE_S / 2)
 
     def _short(self, tokens: int) -> bool:
         """Somebody may wait for blocks, and some may be held for the sidecar alone. `tokens`: of this step.
@@ -289,9 +295,13 @@ class SchedulerHalf:
         self.client.recall()  # another sidecar might be told of it, and know of no reset
         self._void = True
         self._reset_at = -RESET_RETRY_S
-        done = self._settle_reset(wait_s) or not self.client.connected
+        void = self._settle_reset(wait_s)
+        if void:
+            self.planner.book.void()
+        else:
+            self.planner.book.take_over_all()
         self._await_ends(wait_s)
-        return done
+        return void or not self.client.connected
 
     def _settle_reset(self, wait_s: float | None = None) -> bool:
         """False as long as the sidecar may hold blocks from before a reset: it is not asked for any, nor given."""

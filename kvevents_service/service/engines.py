@@ -11,6 +11,8 @@ import stat
 from itertools import count
 from pathlib import Path
 
+import msgspec
+
 from kvevents_service.errors import ConfigError, ControlError, WireError
 from kvevents_service.service.handshake import Greeting, check_peer, read_greeting
 from kvevents_service.service.rarely import is_told
@@ -140,14 +142,15 @@ class EnginePlane:
         if not welcome.board_bytes or board is None:
             session.send(welcome)
             return
+        frame, sent = encode_message(welcome), 0
         try:
-            frame = encode_message(welcome)
             sent = socket.send_fds(sock, [frame], [board])
-            if sent < len(frame):
-                raise BlockingIOError("a new socket takes no whole welcome")
         except OSError as error:
-            log.info("session %d left before it was welcomed: %s", session.session_id, error)
-            session.abort()
+            log.info("session %d is shown no name board: %s", session.session_id, error)
+            session.send(msgspec.structs.replace(welcome, board_bytes=0))
+            return
+        if sent < len(frame):
+            session.abort()  # it reads nothing: a welcome is the first that is sent
 
     async def _attach(self, greeting: Greeting) -> SessionMemory | None:
         hello, fds = greeting

@@ -72,6 +72,51 @@ def test_or_before_all_that_is_stored_is_void(vllm: ToyVllm) -> None:
     vllm.drain()
 
 
+def test_a_reset_that_is_not_answered_leaves_what_is_copied_to_us(vllm: ToyVllm) -> None:
+    vllm.client.sluggish = vllm.client.deaf = True
+    assert not vllm.half.reset()
+    assert references(vllm) == [2] * 4
+    vllm.run()
+    vllm.abort("r")
+    vllm.schedule()
+    assert references(vllm) == [1] * 4
+    vllm.client.deaf = False
+    vllm.drain()
+
+
+def test_no_load_is_begun_into_what_is_being_copied() -> None:
+    """A reset of running requests has given it away, and the step that must wait is not there yet."""
+    vllm = ToyVllm(blocks=9)
+    vllm.add("short", range(100, 109))
+    for _ in range(3):
+        vllm.step()
+        vllm.client.end_copies()
+    vllm.pool.reset()
+    vllm.add("r", PROMPT, 4)
+    vllm.step()
+    vllm.schedule()
+    vllm.run()
+    copied = [block for promises in vllm.client._open.values() for block, _ in promises]
+    assert len(copied) == 4
+    vllm.preempt("r", asked=False)
+    vllm.pool.reset()
+    vllm.pool.queue = dict.fromkeys([vllm.pool.blocks[block] for block in copied] + list(vllm.pool.queue))
+    vllm.add("again", range(100, 109), 4)
+    vllm.waiting.reverse()
+    vllm.schedule()
+    assert vllm.half.loads.counters["loads_failed"] == 1
+    assert not vllm.client._loads
+    vllm.client.end_copies()
+    vllm.drain()
+
+
+def test_what_has_been_copied_by_now_is_not_taken_over(vllm: ToyVllm) -> None:
+    vllm.client.end_copies()
+    vllm.half.secure()
+    assert all(block.ref_cnt == 1 for block in vllm.pool.blocks if block.ref_cnt)
+    vllm.drain()
+
+
 def test_a_preemption_of_others_waits_for_nothing(vllm: ToyVllm) -> None:
     vllm.client.end_copies()
     vllm.run()

@@ -26,12 +26,13 @@ class Serving(RuleBasedStateMachine):
     groups: Sequence[GroupSpec] = (FULL,)
     lazy = False
     batch = 1
+    blocks = 36
     last_steps = False
 
     def __init__(self) -> None:
         super().__init__()
         self.vllm = ToyVllm(
-            self.groups, blocks=36, lazy=self.lazy, lag=1, batch=self.batch, last_steps=self.last_steps
+            self.groups, blocks=self.blocks, lazy=self.lazy, lag=1, batch=self.batch, last_steps=self.last_steps
         )
 
     @rule(name=names, start=st.integers(0, 2), length=st.integers(1, 40), more=st.integers(0, 9))
@@ -70,6 +71,10 @@ class Serving(RuleBasedStateMachine):
         self.vllm.pool.reset()
 
     @rule()
+    def deaf(self) -> None:
+        self.vllm.client.deaf = not self.vllm.client.deaf
+
+    @rule()
     def slow(self) -> None:
         self.vllm.client.sluggish = not self.vllm.client.sluggish
 
@@ -101,7 +106,7 @@ class Serving(RuleBasedStateMachine):
         self.vllm.client.away = False
 
     def teardown(self) -> None:
-        self.vllm.client.away = False
+        self.vllm.client.away = self.vllm.client.deaf = False
         self.vllm.drain()
 
 
@@ -131,7 +136,14 @@ class BatchedWindowed(Windowed):
     last_steps = True
 
 
-MACHINES = [Serving, Windowed, Lazy, LazyWindowed, Batched, BatchedByThree, BatchedWindowed]
+class Narrow(Serving):
+    """A block that one request gives up is the next one's at once."""
+
+    blocks = 24
+    batch = 3
+
+
+MACHINES = [Narrow, Serving, Windowed, Lazy, LazyWindowed, Batched, BatchedByThree, BatchedWindowed]
 
 
 @pytest.mark.parametrize("machine", MACHINES)

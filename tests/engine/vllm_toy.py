@@ -71,6 +71,7 @@ class Pool:
         self.queue = dict.fromkeys(self.blocks[1:])
         self.cached: dict[bytes, Block] = {}
         self.content: list[Content | None] = [None] * blocks
+        self.fresh: list[tuple[int, Content | None]] = []
         self.free_block_queue = SimpleNamespace(iter_blocks_after=self._after)
 
     def _after(self, cursor: Block | None) -> Iterator[Block]:
@@ -104,8 +105,16 @@ class Pool:
         self.touch([block])
         if block.block_hash is not None and self.cached.get(block.block_hash) is block:
             del self.cached[block.block_hash]
-        block.block_hash, self.content[block.block_id] = None, None
+        block.block_hash = None
+        self.fresh.append((block.block_id, self.content[block.block_id]))
         return block
+
+    def overwrite(self) -> None:
+        """A step runs: what was allocated for it may be written to, but for what is loaded by now."""
+        for block_id, before in self.fresh:
+            if self.content[block_id] == before:
+                self.content[block_id] = None
+        self.fresh.clear()
 
     def name(self, block: Block, name: bytes) -> None:
         if block.block_hash is None:
@@ -164,13 +173,16 @@ class Running(NamedTuple):
 
 
 class ToyClient:
-    """The calls of an `OffloadClient`, on a real core. `away`: nobody answers. `sluggish`: no wait ends a copy."""
+    """The calls of an `OffloadClient`, on a real core. `away`: nobody answers. `sluggish`: no wait ends a copy.
+
+    `deaf`: a reset gets no answer.
+    """
 
     def __init__(self, groups: Sequence[GroupSpec], pool: Pool) -> None:
         self.layout = EngineLayout("toy", "toy", check_groups(groups, UNIT), hash_tokens=UNIT)
         self.timeouts = Timeouts()
         self.counters: Counter[str] = Counter()
-        self.away = self.sluggish = False
+        self.away = self.sluggish = self.deaf = False
         self.shows_names = True
         self._pool = pool
         self._ended: list[StepDone | Loaded] = []
@@ -334,7 +346,7 @@ class ToyClient:
         return Completions(steps, [end for end in ended if isinstance(end, Loaded)])
 
     def reset(self, wait_s: float = 1.0) -> int | None:
-        if self.away:
+        if self.away or self.deaf:
             return None
         self._open = {number: [] for number in self._open}  # whatever is copied of it now is of no use
         self._hear(self.copies.perform(self.core.reset(SESSION, Reset(self._next()))))
@@ -511,6 +523,7 @@ class ToyVllm:
             elif fresh and not request.local and not start:
                 request.tables = []
         said = self.half.begin_step(self._output(new, plain, parts))
+        self.pool.overwrite()
         self.client.check_held()
         for request, start, stop in parts:
             request.num_computed_tokens = stop
