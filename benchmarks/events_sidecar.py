@@ -15,7 +15,7 @@ import uvloop
 import zmq
 
 from benchmarks.events_cases import WARM_UP, Case, Costs, Identity, Requests, bare, block_ids, described
-from benchmarks.harness import BLOCK_TOKENS, HASH_BYTES
+from benchmarks.harness import BLOCK_TOKENS, HASH_BYTES, a_board
 from kvevents_service.core.commands import Command, Copy, Publish, Reply
 from kvevents_service.core.journal import Journal, JournalLimits
 from kvevents_service.core.metadata import Announcement, BlockStoreMeta
@@ -117,7 +117,8 @@ class SidecarSide:
         blocks = case.step_blocks
         capacity = blocks * 5 // 4 if case.evicting else blocks * case.steps * (ROUNDS + WARM_UP)
         group = GroupSpec(0, "full_attention", BLOCK_TOKENS)
-        self.scheduler = OffloadScheduler(TierSpec("CPU", capacity, HASH_BYTES, (group,), BLOCK_TOKENS))
+        spec = TierSpec("CPU", capacity, HASH_BYTES, (group,), BLOCK_TOKENS, board=a_board())
+        self.scheduler = OffloadScheduler(spec)
         self.scheduler.hello(SESSION, blocks)
         self._reader = FrameReader()
         self._publish = publish

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -13,6 +14,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
+
+from kvevents_service.wire.name_board import BOARD_BYTES, NameBoard
 
 BLOCK_TOKENS = 16
 HASH_BYTES = 32
@@ -50,6 +53,11 @@ def make_chain(number: int, blocks: int) -> Chain:
     random = Random(number)
     tokens = [random.randrange(VOCABULARY) for _ in range(blocks * BLOCK_TOKENS)]
     return Chain(f"request-{number}", tokens, [random.randbytes(HASH_BYTES) for _ in range(blocks)])
+
+
+def a_board() -> NameBoard:
+    """A name board, as a sidecar has one, but that nobody else sees it."""
+    return NameBoard(memoryview(mmap.mmap(-1, BOARD_BYTES)))
 
 
 def note(text: str) -> None:

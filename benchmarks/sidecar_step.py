@@ -18,6 +18,7 @@ from benchmarks.harness import (
     WARM_UP,
     Spread,
     StepCase,
+    a_board,
     make_chain,
     note,
     report_steps,
@@ -64,7 +65,8 @@ class Bench:
     def __init__(self, case: StepCase) -> None:
         group = GroupSpec(0, "full_attention", BLOCK_TOKENS)
         self.case = case
-        self.scheduler = OffloadScheduler(TierSpec("CPU", case.capacity_blocks, HASH_BYTES, (group,), BLOCK_TOKENS))
+        spec = TierSpec("CPU", case.capacity_blocks, HASH_BYTES, (group,), BLOCK_TOKENS, board=a_board())
+        self.scheduler = OffloadScheduler(spec)
         self.scheduler.hello(SESSION, case.blocks)
         self.journal = Journal()
         self.reader = FrameReader()
