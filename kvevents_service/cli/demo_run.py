@@ -25,6 +25,8 @@ from kvevents_service.wire.control import Inspected
 
 MAX_RESTARTS = 5
 QUIET_S = 60.0
+INSPECT_S = 20.0
+"""Long: on a busy machine, while a disk is written to, the books of a large tier take seconds."""
 CATCH_UP_S = 60.0
 PROGRESS_EVERY = 25
 EXIT_CONFIG = 2
@@ -291,16 +293,17 @@ def hash_keys(packed: bytes, hash_bytes: int) -> set[int]:
     return {key64(packed[start : start + hash_bytes]) for start in range(0, len(packed), hash_bytes or 1)}
 
 
-def inspect(engine_socket: str, wait_s: float = 5.0) -> Inspected:
+def inspect(engine_socket: str, wait_s: float = INSPECT_S) -> Inspected:
     """The sidecar's own books, asked as an observer. SidecarGone if it does not answer."""
     client = OffloadClient(engine_socket, EngineLayout("demo", "", (), (), ()))
     try:
-        client.wait_connected(wait_s)
-        inspected = client.inspect(residents=True)
+        connected = client.wait_connected(wait_s)
+        inspected = client.inspect(residents=True, wait_s=wait_s) if connected else None
+        why = client.last_error or f"{'connected, but nothing' if connected else 'no welcome'} within {wait_s:g} s"
     finally:
         client.close()
     if inspected is None:
-        raise SidecarGone(f"no answer from the sidecar ({client.last_error})")
+        raise SidecarGone(f"no answer from the sidecar ({why})")
     return inspected
 
 
