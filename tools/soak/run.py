@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +29,9 @@ TIERS = {"host_bytes": 20 * MIB, "disk_bytes": 64 * MIB}
 LIMITS = {"retained_bytes": 16 * MIB, "send_high_water_mark": 500}
 """Smaller than the defaults, so that they are full after seconds and the memory is level from then on."""
 SCRAPE_EVERY_S = TELL_EVERY_S = 2.0
+ASKED_AT_S = 40.0
+"""A reader asks for all that is retained and reads none of it: until its reply is given up the journal keeps more, to
+`needed_bytes`. It happens by chance too, when a reader leaves in between: so it does before memory is judged."""
 REPORTED = ("requests", "bytes_verified", "corrupt_blocks", "loads_failed", "resets")
 COUNTED = ("lives", "gaps", "resyncs", "holes", "dropped")
 FOLDING = 2
@@ -59,7 +61,7 @@ class Soak:
         self.say = say
         self.sidecar = SidecarProcess(directory, TIERS, **LIMITS)
         ready = self.sidecar.ready
-        self.stopped = self._stopped_reader(ready.pub)
+        self.stopped = [spawn("tools.soak.stopped", ready.pub)]
         self.readers = [
             Readers(ready, plan.stay, 0, FOLDING, plan.seed),
             Readers(ready, 0, plan.churn, FOLDING, plan.seed + 1),
@@ -75,9 +77,6 @@ class Soak:
         self.cpu: dict[str, float] = {}
         self._random = Random(plan.seed)
         self._control = Control()
-
-    def _stopped_reader(self, endpoint: str) -> subprocess.Popen[bytes]:
-        return spawn("tools.soak.stopped", endpoint)
 
     def run(self) -> dict[str, Any]:
         """Traffic, then the comparison. Leaves no process behind."""
@@ -98,15 +97,22 @@ class Soak:
             self._end()
 
     def _stop_reader(self) -> None:
-        """In the middle of its subscription, once it has read something."""
-        assert self.stopped.stdout is not None
-        self.stopped.stdout.readline()
-        self.stopped.send_signal(SIGSTOP)
+        """The last one, in the middle of what it reads, once it has read something."""
+        stopped = self.stopped[-1]
+        assert stopped.stdout is not None
+        stopped.stdout.readline()
+        stopped.send_signal(SIGSTOP)
+
+    def _ask_and_stop(self) -> None:
+        self.stopped.append(spawn("tools.soak.stopped", self.sidecar.ready.replay, "--replay", yields=False))
+        self._stop_reader()
 
     def _traffic(self, started: float) -> None:
         kill_at, tell_at = started + self.plan.kill_every_s, started
         while (now := time.monotonic()) < started + self.plan.seconds and not self.faults:
             self._look(now - started)
+            if now >= started + ASKED_AT_S and len(self.stopped) == 1:
+                self._ask_and_stop()
             if now >= kill_at:
                 self._random.choice(self.engines[1:] or self.engines).kill()
                 kill_at = now + self.plan.kill_every_s
@@ -199,8 +205,9 @@ class Soak:
         for readers in self.readers:
             readers.kill()
         self._control.kill()
-        self.stopped.kill()
-        self.stopped.wait()
+        for stopped in self.stopped:
+            stopped.kill()
+            stopped.wait()
         if self.sidecar.alive:
             self.sidecar.stop()
 

@@ -1,4 +1,8 @@
-"""A reader that subscribes, takes one message, says so, and reads no more: the soak stops it with SIGSTOP."""
+"""A reader that takes one message, says so, and reads no more: the soak stops it with SIGSTOP.
+
+python -m tools.soak.stopped ENDPOINT            of a subscription
+python -m tools.soak.stopped ENDPOINT --replay   of a reply with all that is retained
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,22 @@ import time
 
 import zmq
 
+from kvevents_service.wire.frames import replay_request
 
-def main(endpoint: str) -> None:
-    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
-        sub.setsockopt(zmq.SUBSCRIBE, b"")
-        sub.connect(endpoint)
-        sub.recv_multipart()
-        sys.stdout.write("subscribed\n")
+
+def main(endpoint: str, *, replay: bool) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER if replay else zmq.SUB) as socket:
+        socket.setsockopt(zmq.RCVHWM, 1 if replay else 1000)
+        if not replay:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.connect(endpoint)
+        if replay:
+            socket.send_multipart(replay_request(0))
+        socket.recv_multipart()
+        sys.stdout.write("stops\n")
         sys.stdout.flush()
         time.sleep(3600)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], replay="--replay" in sys.argv)
