@@ -30,8 +30,8 @@ LIMITS = {"retained_bytes": 16 * MIB, "send_high_water_mark": 500}
 """Smaller than the defaults, so that they are full after seconds and the memory is level from then on."""
 SCRAPE_EVERY_S = TELL_EVERY_S = 2.0
 ASKED_AT_S = 40.0
-"""A reader asks for all that is retained and reads none of it: until its reply is given up the journal keeps more, up
-to `needed_bytes`. It happens by chance, too, when a reader leaves: so it does before memory is judged."""
+"""A reader asks for all that is retained and reads none of it: until its reply is given up the journal keeps more,
+up to `needed_bytes`. It happens by chance, too, when a reader leaves: so it does before memory is judged."""
 REPORTED = ("requests", "bytes_verified", "corrupt_blocks", "loads_failed", "resets")
 COUNTED = ("lives", "gaps", "resyncs", "holes", "dropped")
 FOLDING = 2
