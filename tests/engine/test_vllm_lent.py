@@ -131,6 +131,15 @@ def test_a_preemption_of_others_waits_for_nothing(vllm: ToyVllm) -> None:
     vllm.drain()
 
 
+def test_a_vllm_that_may_not_ask_has_every_block_held_at_once() -> None:
+    vllm = ToyVllm(lent=False)
+    vllm.add("r", PROMPT, 4)
+    vllm.step()
+    vllm.schedule()
+    assert references(vllm) == [2] * 4
+    vllm.drain()
+
+
 def test_a_session_and_what_windows_have_left_are_held_at_once() -> None:
     session = ToyVllm()
     session.add("r", PROMPT, 20).resumable = True

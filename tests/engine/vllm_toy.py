@@ -381,13 +381,14 @@ class ToyVllm:
         client: Any = None,
         batch: int = 1,
         last_steps: bool = False,
+        lent: bool = True,
     ) -> None:
         self.groups = groups
         self.lag = lag
         self.clock = ManualClock()
         self.pool = Pool(blocks)
         self.client = ToyClient(groups, self.pool)
-        rules = Rules(lazy, 32, 0.5, HitRules(timeout_s=10.0), batch, last_steps)
+        rules = Rules(lazy, 32, 0.5, HitRules(timeout_s=10.0), batch, last_steps, lent)
         self.half = SchedulerHalf(client or self.client, self.pool, rules, key, no_digest, self.clock)
         self.half.batch_steps = batch  # also where it would rather tell at once
         self.waiting: list[Request] = []

@@ -69,6 +69,22 @@ async def test_without_a_board_an_engine_may_ask_for_everything(
         await asyncio.to_thread(live)
 
 
+async def test_a_board_that_cannot_be_sent_is_not_missed(run, engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(109, "Too many references")
+
+    def live() -> None:
+        mini = engine()
+        chain = make_chain(range(8), 4)
+        assert all(map(mini.client.may_have, chain.hashes))
+        mini.store(chain, [0, 1])
+        assert mini.load(chain, [4, 5]) == 2
+
+    async with run():
+        monkeypatch.setattr("kvevents_service.service.engines.socket.send_fds", fail)
+        await asyncio.to_thread(live)
+
+
 async def test_engines_of_other_layouts_one_after_the_other_see_their_own(run, engine) -> None:
     def live() -> None:
         first, chain = engine(), make_chain(range(8), 4)

@@ -19,6 +19,7 @@ def main(endpoint: str, *, replay: bool) -> None:
         socket.setsockopt(zmq.RCVHWM, 1 if replay else 1000)
         if not replay:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
+        socket.setsockopt(zmq.RCVTIMEO, 60_000)  # the soak waits for it
         socket.connect(endpoint)
         if replay:
             socket.send_multipart(replay_request(0))
