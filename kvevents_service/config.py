@@ -104,7 +104,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `disk_keep`: the file stays when the sidecar ends, and its blocks are found again by the next one.
     Copies to and from the file go around the page cache where the file system can, unless `disk_page_cache`.
     `copy_threads` copy in each direction; if nothing is said 2, or 1 on a machine of fewer than 4 cores.
-    `host_hugetlb` takes the tier's memory from the huge pages that the system has set aside.
+    `host_hugetlb` takes the tier's memory from the huge pages that the system has set aside. `host_prefault` takes
+    all of that memory when the first engine comes, in the background; else it is taken when it is first used.
     `pub`, `replay` and `snapshot` are ZeroMQ endpoints to bind; port 0 takes a free one. Addresses that other
     machines can reach need `allow_remote`: events carry prompt tokens.
     `pub` to `hash_salt_file` describe one output; `outputs` stand in their place. `labels` fill in topics.
@@ -122,6 +123,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_bytes: int | None = None
     host_blocks: int | None = None
     host_hugetlb: bool = False
+    host_prefault: bool = True
     copy_threads: int | None = None
     disk_path: str | None = None
     disk_bytes: int | None = None

@@ -80,9 +80,9 @@ class Cascade(OffloadScheduler):
         super().rank_gone(session_id)
         self.promoting.lose_session(session_id)
 
-    def step(self, session_id: int, step: Step, now: float) -> list[Command]:
+    def step(self, session_id: int, step: Step, now: float, *, void: bool = False) -> list[Command]:
         before = self.pool.allocated
-        return [*super().step(session_id, step, now), *self._demote_after(before, now)]
+        return [*super().step(session_id, step, now, void=void), *self._demote_after(before, now)]
 
     def load(self, session_id: int, load: Load, now: float) -> list[Command]:
         before = self.pool.allocated
@@ -98,8 +98,8 @@ class Cascade(OffloadScheduler):
         return [*super().tick(now), *self._demote(now)]
 
     def _demote_after(self, allocated: int, now: float) -> list[Command]:
-        """In the same call if that has not taken many slots; else it is for `go_on`."""
-        return self._demote(now) if self.pool.allocated - allocated < self.tier.limits.slice_blocks else []
+        """In the same call if that has taken few slots; else it is for `go_on`."""
+        return self._demote(now) if 2 * (self.pool.allocated - allocated) < self.tier.limits.slice_blocks else []
 
     def _demote(self, now: float) -> list[Command]:
         return [] if self.clearing.under_way else self.demotions.begin(now)

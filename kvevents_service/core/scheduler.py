@@ -14,10 +14,10 @@ from kvevents_service.core.landings import Landings
 from kvevents_service.core.loads import Loads
 from kvevents_service.core.metadata import TransferMeta
 from kvevents_service.core.offers import DECLINE_REASONS
+from kvevents_service.core.step_parts import StepParts, step_blocks
 from kvevents_service.core.stores import Stores
 from kvevents_service.core.tier import Limits, Tier, TierSpec
 from kvevents_service.wire.control import Hit, Load, Loaded, Lookup, Release, Reset, Step, StepDone
-from kvevents_service.wire.packing import INT32_BYTES
 
 _COUNTED = (
     "blocks_stored",
@@ -49,6 +49,7 @@ class OffloadScheduler:
         self.stores = Stores(tier, self.landings)
         self.loads = self._make_loads()
         self.clearing = Clearing(self.tiers)
+        self._long_steps: dict[int, StepParts] = {}
 
     def _make_loads(self) -> Loads:
         return Loads(self.tier, self.pool)
@@ -62,8 +63,14 @@ class OffloadScheduler:
 
     def rank_gone(self, session_id: int) -> None:
         """A rank's memory is away: until the next hello nothing is copied for the session. Its leases live on."""
+        self._void_long_step(session_id)
         if session_id in self.tier.engine_blocks:
             self.tier.engine_blocks[session_id] = 0
+
+    def _void_long_step(self, session_id: int) -> None:
+        parts = self._long_steps.pop(session_id, None)
+        if parts is not None:
+            parts.void = True
 
     @property
     def tiers(self) -> Sequence[Tier]:
@@ -83,15 +90,19 @@ class OffloadScheduler:
 
     def goodbye(self, session_id: int) -> None:
         """The engine is gone: leases end, stores under way announce nothing. What it stored stays."""
+        self._void_long_step(session_id)
         self.tier.engine_blocks.pop(session_id, None)
         self.loads.goodbye(session_id)
         self.landings.abandon_session(session_id)
 
-    def step(self, session_id: int, step: Step, now: float) -> list[Command]:
-        """Store what is new of a step's offers; end what finished or lost its blocks. ControlError: no change."""
+    def step(self, session_id: int, step: Step, now: float, *, void: bool = False) -> list[Command]:
+        """Store what is new of a step's offers; end what finished or lost its blocks. ControlError: no change.
+
+        void: it is of a long step, a rank of which has gone meanwhile.
+        """
         if self.clearing.under_way:
             commands = self._decline(session_id, step, "store_dropped")
-        elif self._all_there(session_id):
+        elif self._all_there(session_id) and not void:
             commands = self.stores.begin(session_id, step, now)
         else:
             commands = self._decline(session_id, step, "ranks_absent")
@@ -101,8 +112,17 @@ class OffloadScheduler:
             self.preempt(session_id, request_id)
         return commands
 
+    def long_step(self, session_id: int, step: Step) -> StepParts | None:
+        """A step that is to be taken in parts; None: it is not long, or nothing of it is stored. ControlError as
+        for all of it. The session's other messages wait until its last part has been taken."""
+        if not self._serves(session_id) or step_blocks(step) <= self.tier.limits.step_blocks:
+            return None
+        self.stores.check(session_id, step)
+        parts = self._long_steps[session_id] = StepParts(step, self.tier.spec)
+        return parts
+
     def _decline(self, session_id: int, step: Step, reason: str) -> list[Command]:
-        blocks = sum(len(offer.block_ids) // INT32_BYTES for offer in step.offers)
+        blocks = step_blocks(step)
         self.tier.counters[f"declined_{reason}"] += blocks
         return [Reply(session_id, StepDone(step.step_id, 0, 0, blocks))]
 

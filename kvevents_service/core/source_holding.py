@@ -28,7 +28,7 @@ class SourceLimits(NamedTuple):
 
     blocks: int = 4_000_000
     orphans: int = 65_536
-    slice_blocks: int = 256
+    slice_blocks: int = 128
 
 
 class Holding:

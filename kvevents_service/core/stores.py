@@ -48,10 +48,7 @@ class Stores:
 
     def begin(self, session_id: int, step: Step, now: float) -> list[Command]:
         """Store what is new of a step's offers. ControlError, before anything changed, if one is impossible."""
-        for offer in step.offers:
-            if not 0 <= offer.group < len(self.tier.spec.groups):
-                raise ControlError("bad_group", "offers.group", f"below {len(self.tier.spec.groups)}")
-            self.tier.block_ids(session_id, offer.block_ids, "offers.block_ids")
+        self.check(session_id, step)
         tally = StepTally()
         for offer in step.offers:
             self._take_offer(offer, tally)
@@ -59,6 +56,13 @@ class Stores:
         if not tally.runs:
             return [*commands, Reply(session_id, StepDone(step.step_id, 0, tally.known, tally.declined))]
         return [*commands, Copy(self._transfer(session_id, step.step_id, tally, now))]
+
+    def check(self, session_id: int, step: Step) -> None:
+        """ControlError if an offer is of no group, or of blocks that the engine has not."""
+        for offer in step.offers:
+            if not 0 <= offer.group < len(self.tier.spec.groups):
+                raise ControlError("bad_group", "offers.group", f"below {len(self.tier.spec.groups)}")
+            self.tier.block_ids(session_id, offer.block_ids, "offers.block_ids")
 
     def _take_offer(self, offer: Offer, tally: StepTally) -> None:
         spec = self.tier.spec

@@ -44,6 +44,7 @@ class Limits(NamedTuple):
     With a tier behind: the headroom is how many blocks should be able to leave without being lost, one in
     `headroom_divisor` of the tier; no more than that are being demoted at any time.
     `slice_blocks`: about so many one call removes by a reset, demotes, promotes or adopts; the rest is for `go_on`.
+    `step_blocks`: a step that offers more is taken in parts.
     """
 
     max_pending_blocks: int = 65536
@@ -53,7 +54,8 @@ class Limits(NamedTuple):
     headroom_divisor: int = 4
     max_headroom_blocks: int = 4096
     max_demoting_blocks: int = 4096
-    slice_blocks: int = 256
+    slice_blocks: int = 128
+    step_blocks: int = 192
 
 
 class Tier:

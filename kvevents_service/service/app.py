@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
-import zmq
 
 from kvevents_service.config import ServeConfig
 from kvevents_service.core.metadata import Cleared
@@ -33,6 +32,7 @@ from kvevents_service.service.probe_steps import SidecarSteps
 from kvevents_service.service.publisher import Publisher
 from kvevents_service.service.relay import OUR_MEDIA, Relay, relay_into
 from kvevents_service.service.sidecar import Sidecar
+from kvevents_service.sockets import new_context
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class Service(NamedTuple):
 async def started(config: ServeConfig) -> AsyncIterator[Service]:
     """Everything bound and listening; nothing runs yet. Closes all of it at the end."""
     numbers = numbers_of(config.state_dir)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = new_context()
     plane = events = relay = admin = instruments = None
     try:
         events = bind_events(context, config, numbers)

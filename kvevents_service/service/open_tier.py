@@ -155,7 +155,7 @@ def carry_on(before: OpenTier, after: OpenTier) -> None:
 def _storage(tier: TierSettings, config: ServeConfig) -> Storage:
     if tier.directory is not None:
         return _disk_storage(tier, tier.directory)
-    return HostStorage(config.copy_threads, hugetlb=config.host_hugetlb)
+    return HostStorage(config.copy_threads, hugetlb=config.host_hugetlb, prefault=config.host_prefault)
 
 
 def _disk_storage(tier: TierSettings, directory: str) -> DiskStorage:

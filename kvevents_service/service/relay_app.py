@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-import zmq
 
 from kvevents_service.config import ADMIN_AUTO, ADMIN_OFF, OutputConfig, ServeConfig
 from kvevents_service.core.metadata import Cleared
@@ -26,7 +25,7 @@ from kvevents_service.service.lifecycle import LINGER_MS, numbers_of, run_until_
 from kvevents_service.service.numbering import SequenceStore
 from kvevents_service.service.probe import Probe
 from kvevents_service.service.relay import Relay, relay_into
-from kvevents_service.sockets import overlap, port_above
+from kvevents_service.sockets import new_context, overlap, port_above
 from kvevents_service.source_config import SourceConfig
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class RelayService:
 @asynccontextmanager
 async def started_relay(config: ServeConfig) -> AsyncIterator[RelayService]:
     """Everything bound and connected; nothing runs yet. Closes all of it at the end."""
-    context: Context = zmq.Context()
+    context: Context = new_context()
     service = RelayService()
     try:
         for rank, (settings, sources) in by_rank(config).items():

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+from kvevents_service.core.step_parts import StepParts, step_blocks
 from kvevents_service.errors import ControlError, WireError
 from kvevents_service.service.rota import Piece
 from kvevents_service.service.sidecar import Sidecar
@@ -29,6 +31,7 @@ from kvevents_service.wire.control import (
     Reset,
     SidecarMessage,
     Step,
+    StepDone,
 )
 from kvevents_service.wire.framing import FrameReader, decode_client, encode_message, peek_id
 
@@ -55,6 +58,8 @@ class EngineSession(asyncio.Protocol):
         """Frames; a broken frame border; None, the end of what the peer sends."""
         self._under_way: Piece | None = None
         """What is left of the frame before: it is through before the next is taken."""
+        self._long: dict[int, StepParts] = {}
+        """Steps of which parts have not ended."""
         self._waits = self._paused = False
         self._transport: asyncio.Transport | None = None
         self._ending = self._letting_go = False
@@ -163,9 +168,18 @@ class EngineSession(asyncio.Protocol):
         self.send(Error(call_id, code, field, expected))
 
     def send(self, message: SidecarMessage) -> None:
-        """Write one frame, unless the peer is gone. Never waits; bounded by MAX_UNREAD_BYTES."""
+        """Write one frame, unless the peer is gone. Never waits; bounded by MAX_UNREAD_BYTES.
+
+        The end of a part of a step is no frame: that of the last part is one for all of them.
+        """
         if self._transport is None or self._ending:
             return
+        if isinstance(message, StepDone) and message.step_id in self._long:
+            done = self._long[message.step_id].ended(message)
+            if done is None:
+                return
+            del self._long[message.step_id]
+            message = done
         self._transport.write(encode_message(message))
         if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             log.warning("session %d does not read its answers: ended", self.session_id)
@@ -221,8 +235,29 @@ class EngineSession(asyncio.Protocol):
     def _step(self, step: Step) -> None:
         self._sidecar.check_open()
         self._name_mark(step.mark)
-        scheduler, now = self._scheduler, self._sidecar.clock()
-        self._sidecar.perform(scheduler.step(self.session_id, step, now))
+        # of an id that is in use: as a whole, or the sums would be of both
+        parts = None if step.step_id in self._long else self._scheduler.long_step(self.session_id, step)
+        if parts is None:
+            self._store(step)
+            return
+        self._long[step.step_id] = parts
+        limits = self._scheduler.tier.limits
+        self._under_way = partial(self._store_next, parts, parts.parts(limits.step_blocks))
+
+    def _store_next(self, long: StepParts, parts: Iterator[Step]) -> bool:
+        """Of a step that was found good; what cannot be stored any more is declined."""
+        part = next(parts, None)
+        if part is None:
+            return False
+        try:
+            self._sidecar.check_open()
+            self._store(part, void=long.void)
+        except ControlError:
+            self.send(StepDone(part.step_id, 0, 0, step_blocks(part)))
+        return True
+
+    def _store(self, step: Step, *, void: bool = False) -> None:
+        self._sidecar.perform(self._scheduler.step(self.session_id, step, self._sidecar.clock(), void=void))
 
     def _lookup(self, lookup: Lookup) -> None:
         self.send(self._scheduler.lookup(self.session_id, lookup, self._sidecar.clock()))

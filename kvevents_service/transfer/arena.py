@@ -18,6 +18,7 @@ from kvevents_service.transfer.cuda_memory import CudaMemory
 from kvevents_service.transfer.marks import Marks
 from kvevents_service.transfer.memory import BlockMemory, widest
 from kvevents_service.transfer.pieces import pieces_of, slot_rows
+from kvevents_service.transfer.prefault import Prefault, Span
 from kvevents_service.transfer.sheet import sheets_of
 
 MIN_PART_BYTES = 4 * 1024 * 1024
@@ -86,13 +87,16 @@ class Crews(NamedTuple):
 class HostStorage:
     """The memory of this machine. Each direction copies with `threads` threads.
 
-    `hugetlb`: of the huge pages that the system has set aside, instead of those that it finds.
+    `hugetlb`: of the huge pages that the system has set aside, instead of those that it finds. `prefault`: all of
+    an arena is made present behind its making, not when it is first written to.
     """
 
     medium = "CPU"
 
-    def __init__(self, threads: int | None = None, *, hugetlb: bool = False) -> None:
+    def __init__(self, threads: int | None = None, *, hugetlb: bool = False, prefault: bool = False) -> None:
         self.hugetlb = hugetlb
+        self.prefault = prefault
+        self._prefault = Prefault(())
         threads = default_threads() if threads is None else threads
         self._crews = Crews(Crew(threads, "kvevents-store-crew"), Crew(threads, "kvevents-load-crew"))
 
@@ -100,13 +104,19 @@ class HostStorage:
         return sum(block_sizes)
 
     def stats(self) -> dict[str, int]:
-        return {}
+        """What of the arenas has been made present ahead."""
+        return {"host_present_bytes": self._prefault.present_bytes}
 
     def arenas(self, slots: int, block_sizes: Sequence[int]) -> Sequence[Arena]:
-        return [HostArena(slots, block_bytes, self._crews, hugetlb=self.hugetlb) for block_bytes in block_sizes]
+        made = [HostArena(slots, block_bytes, self._crews, hugetlb=self.hugetlb) for block_bytes in block_sizes]
+        self._prefault.stop()
+        if self.prefault:
+            self._prefault = Prefault([arena.span for arena in made])
+        return made
 
     def close(self) -> None:
         """Memory goes with its arenas."""
+        self._prefault.stop()
         for crew in self._crews:
             crew.close()
 
@@ -146,6 +156,11 @@ class HostArena:
         self._crews = crews
         self._map = _hugetlb(slots * block_bytes) if hugetlb else _anonymous(slots * block_bytes)
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+
+    @property
+    def span(self) -> Span:
+        """All of it."""
+        return Span(self._address, self.slots * self.block_bytes, self._map)
 
     def view(self, dtype: torch.dtype) -> torch.Tensor:
         """The arena as a tensor [slots, block_bytes / itemsize]; block_bytes is a multiple of the item size."""

@@ -26,6 +26,18 @@ def default_threads() -> int:
     return 2 if len(os.sched_getaffinity(0)) >= MIN_CORES else 1
 
 
+def give_way(nice: int = 0) -> None:
+    """This thread takes the core from no other when it wakes, and gets less of it where it has to share.
+
+    A core that the event loop has lost it gets back with the next tick of the system's clock: up to 4 ms later.
+    """
+    with suppress(OSError):  # a sandbox may forbid it, and the copies matter more
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if nice:
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + nice)  # of this thread
+
+
 class Hand:
     """One thread, from its first job on."""
 
@@ -48,9 +60,7 @@ class Hand:
         return future
 
     def _run(self) -> None:
-        with suppress(OSError):  # a sandbox may forbid it, and the copies matter more
-            before = os.getpriority(os.PRIO_PROCESS, 0)  # on Linux that of this thread
-            os.setpriority(os.PRIO_PROCESS, 0, before + NICE)
+        give_way(NICE)
         while (item := self._jobs.get()) is not None:
             future, job = item
             if future.set_running_or_notify_cancel():

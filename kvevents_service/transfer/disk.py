@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from kvevents_service.core.metadata import StoreRun
+from kvevents_service.transfer.crew import give_way
 from kvevents_service.transfer.disk_arena import Device, DiskArena, stride_of
 from kvevents_service.transfer.disk_file import kept_file, nameless_file
 from kvevents_service.transfer.disk_index import DiskIndex
@@ -53,7 +54,8 @@ class DiskStorage:
         if keep:
             self._open_index(os.path.join(directory, INDEX_NAME), usable=whole)
         self._readers, self._writers = (
-            ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"kvevents-disk-{kind}") for kind in ("load", "store")
+            ThreadPoolExecutor(IO_THREADS, thread_name_prefix=f"kvevents-disk-{kind}", initializer=give_way)
+            for kind in ("load", "store")
         )
 
     def __repr__(self) -> str:

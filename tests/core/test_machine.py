@@ -119,9 +119,9 @@ class Offloading(RuleBasedStateMachine):
         self.cells = memoryview(bytearray(1 << 16))
         self.board = NameBoard(self.cells)
 
-    @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4), slices=slices)
-    def start(self, capacity: int, ranks: int, slices: int) -> None:
-        limits = LIMITS._replace(slice_blocks=slices)
+    @initialize(capacity=st.integers(4, 20), ranks=st.integers(1, 4), slices=slices, parts=slices)
+    def start(self, capacity: int, ranks: int, slices: int, parts: int) -> None:
+        limits = LIMITS._replace(slice_blocks=slices, step_blocks=parts)
         self.begin(OffloadScheduler(self.tier(MEDIUM, capacity), limits), ranks)
 
     def tier(self, medium: str, capacity: int) -> TierSpec:
@@ -152,10 +152,20 @@ class Offloading(RuleBasedStateMachine):
 
     def say(self, place: int, step: Step) -> None:
         """An engine whose ranks are not all there is not held up: its blocks are declined at once."""
-        session_id = self.sessions[place]
+        session_id = self.heard(place)
         present, blocks = self.world.served(session_id), sum(len(offer.block_ids) // 4 for offer in step.offers)
         counts = self.world.step(session_id, step, self.now)
         assert present or counts == [0, 0, blocks]
+
+    def heard(self, place: int) -> int:
+        """The session, all that it said so far having been taken."""
+        self.world.end_step(self.sessions[place], self.now)
+        return self.sessions[place]
+
+    @precondition(lambda self: self.world.under_way)
+    @rule(data=st.data())
+    def take_more_of_a_step(self, data: Any) -> None:
+        self.world.next_part(data.draw(st.sampled_from(sorted(self.world.under_way))), self.now)
 
     def some_offer(self, data: Any) -> list[Offer]:
         """The end of a prompt's table in some group; it may be bad."""
@@ -280,6 +290,7 @@ class Offloading(RuleBasedStateMachine):
     def look_up(
         self, place: int, request_id: str, path: Path, start: int, lease_s: float, *, fine: bool = False
     ) -> Grant | None:
+        self.heard(place)
         call = Lookup(self.next_id(), request_id, hashes(path, start), lease_s, start * UNIT, fine)
         nothing = len(self.world.live) >= LIMITS.max_leases or not self.world.served(self.sessions[place])
         hit = self.scheduler.lookup(self.sessions[place], call, self.now)
@@ -323,6 +334,7 @@ class Offloading(RuleBasedStateMachine):
 
     def load_units(self, session_id: int, grant: Grant, units: int, *, said: bool, off: int) -> None:
         """A copy starts if, and only if, the lease is alive and every block it takes is there and has its place."""
+        self.heard(self.sessions.index(session_id))
         blocks = max(0, self.blocks_for(grant, units) + off)
         if not said:
             units = self.implied_units(grant, blocks)
@@ -361,6 +373,7 @@ class Offloading(RuleBasedStateMachine):
     def load_what_was_looked_up_before_a_reset(self, data: Any) -> None:
         """The same blocks are there again, and it is still not the hit that was promised."""
         grant = self.world.live[data.draw(st.sampled_from(sorted(self.world.live)))]
+        self.heard(self.sessions.index(grant.session_id))
         self.world.reset(grant.session_id)
         self.finish()
         self.store_like_an_engine(self.sessions.index(grant.session_id), grant.path)
@@ -372,6 +385,7 @@ class Offloading(RuleBasedStateMachine):
     @rule(place=places, data=st.data())
     def release(self, place: int, data: Any) -> None:
         grant = data.draw(st.sampled_from(self.world.grants))
+        self.heard(place)
         self.world.take(self.sessions[place], grant.lease_id)
         self.scheduler.release(self.sessions[place], Release(grant.lease_id))
 
@@ -379,7 +393,7 @@ class Offloading(RuleBasedStateMachine):
 
     @rule(place=places, request_id=requests, preempt=st.booleans())
     def end_request(self, place: int, request_id: str, preempt: bool) -> None:
-        self.world.end_request(self.sessions[place], request_id, preempt=preempt)
+        self.world.end_request(self.heard(place), request_id, preempt=preempt)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 6.0, 25.0]))
     def tick(self, seconds: float) -> None:
@@ -389,7 +403,7 @@ class Offloading(RuleBasedStateMachine):
     @rule(place=places, really=rarely)
     def reset(self, place: int, really: bool) -> None:
         if really:
-            self.world.reset(self.sessions[place])
+            self.world.reset(self.heard(place))
 
     @precondition(lambda self: self.scheduler.unfinished)
     @rule(calls=st.integers(1, 4))
@@ -449,6 +463,8 @@ class Offloading(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         world = self.world
+        for place in range(len(self.sessions)):
+            self.heard(place)
         self.finish()
         while world.pending:
             world.settle(len(world.pending) // 2, good=len(world.pending) % 3 != 0)
@@ -473,8 +489,10 @@ class Offloading(RuleBasedStateMachine):
         capacity = self.world.pool.capacity
         path = (4,) * (capacity * units_of(group))
         self.store(0, self.table(path, group))
-        while self.world.pending:
-            self.world.settle(0, good=True)
+        while self.world.pending or self.world.under_way:
+            while self.world.pending:
+                self.world.settle(0, good=True)
+            self.world.next_part(self.sessions[0], self.now)
         self.world.check()
         wanted = {key64(block_at(path, group, number).block_hash) for number in range(capacity)}
         assert self.world.fold.hashes(MEDIUM, group.index) == wanted
@@ -490,9 +508,10 @@ class Cascading(Offloading):
         part=st.sampled_from([1, 1, 2, 4]),
         ranks=st.integers(1, 3),
         slices=slices,
+        parts=slices,
     )
-    def start(self, front: int, back: int, part: int, ranks: int, slices: int) -> None:
-        limits = LIMITS._replace(headroom_divisor=part, slice_blocks=slices)
+    def start(self, front: int, back: int, part: int, ranks: int, slices: int, parts: int) -> None:
+        limits = LIMITS._replace(headroom_divisor=part, slice_blocks=slices, step_blocks=parts)
         self.begin(Cascade(self.tier(MEDIUM, front), self.tier(BEHIND, back), limits), ranks)
 
     def drain(self) -> None:

@@ -10,7 +10,7 @@ what is announced is there, what is copied is free to be written, what is answer
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from core.models import PREFIX, UNIT, cacheable, needed, step_tokens
@@ -22,6 +22,7 @@ from kvevents_service.core.ranks import RankReports
 from kvevents_service.core.residency import Residency
 from kvevents_service.core.scheduler import OffloadScheduler
 from kvevents_service.core.slots import PENDING, READY
+from kvevents_service.core.step_parts import StepParts
 from kvevents_service.wire.codec import decode_batch, encode_batch
 from kvevents_service.wire.control import GroupSpec, Load, Loaded, Reset, ResetDone, Step, StepDone
 from kvevents_service.wire.events import BlockRemoved, BlockStored, Event, EventBatch
@@ -144,6 +145,9 @@ class World:
         self.started: Counter[str] = Counter()
         self.doomed: set[TransferMeta] = set()
         self.steps: dict[tuple[int, int], int] = {}
+        self.long: dict[tuple[int, int], StepParts] = {}
+        self.under_way: dict[int, tuple[StepParts, Iterator[Step]]] = {}
+        """Long steps of which parts have not been taken, by session."""
         self.loads: dict[tuple[int, int], Order] = {}
         self.live: dict[int, Grant] = {}
         self.grants: list[Grant] = []
@@ -189,6 +193,10 @@ class World:
             self.scheduler.hello(session_id, ENGINE_BLOCKS)
 
     def goodbye(self, session_id: int) -> None:
+        """What has not been taken of a long step never will be."""
+        for part in self.under_way.pop(session_id, (None, iter(())))[1]:
+            blocks = sum(len(offer.block_ids) // 4 for offer in part.offers)
+            self._step_done(session_id, StepDone(part.step_id, 0, 0, blocks))
         for writer in self._unannounced():
             writer.void |= writer.transfer.session_id == session_id
         self.live = {k: grant for k, grant in self.live.items() if grant.session_id != session_id}
@@ -204,10 +212,32 @@ class World:
                     name = offer.inner[-1].block_hash
                 for rank, memory in self.engines[session_id].items():
                     memory[block_id] = Bytes(rank, Content(offer.group, name))
-        commands = self.scheduler.step(session_id, step, now)
+        parts = self.scheduler.long_step(session_id, step)
+        if parts is None:
+            return self._take_step(session_id, step, now)
+        self.long[session_id, step.step_id] = parts
+        self.under_way[session_id] = parts, parts.parts(self.scheduler.tier.limits.step_blocks)
+        return self.next_part(session_id, now)
+
+    def _take_step(self, session_id: int, step: Step, now: float, *, void: bool = False) -> list[int]:
+        commands = self.scheduler.step(session_id, step, now, void=void)
         for request_id in [*step.finished, *step.preempted]:
             self._forget_request(session_id, request_id)
         return self.perform(commands)
+
+    def next_part(self, session_id: int, now: float) -> list[int]:
+        """As `step`, of the next part of a long one that is under way, if one is."""
+        parts, left = self.under_way.get(session_id, (None, iter(())))
+        part = next(left, None)
+        if parts is None or part is None:
+            self.under_way.pop(session_id, None)
+            return []
+        return self._take_step(session_id, part, now, void=parts.void)
+
+    def end_step(self, session_id: int, now: float) -> None:
+        """Whatever else an engine says waits for all parts."""
+        while session_id in self.under_way:
+            self.next_part(session_id, now)
 
     def lookup_granted(self, grant: Grant) -> None:
         self.live[grant.lease_id] = grant
@@ -372,6 +402,13 @@ class World:
         return self.engines[transfer.session_id][rank]
 
     def _step_done(self, session_id: int, done: StepDone) -> list[int]:
+        parts = self.long.get((session_id, done.step_id))
+        if parts is not None:
+            whole = parts.ended(done)
+            if whole is None:
+                return []
+            done = whole
+            del self.long[session_id, done.step_id]
         offered = self.steps.pop((session_id, done.step_id))
         assert done.stored + done.known + done.declined == offered
         assert min(done.stored, done.known, done.declined) >= 0
@@ -475,11 +512,12 @@ class World:
         assert stats["blocks_stored"] + stats.get("disk_blocks_stored", 0) == self.fold.stored == self.stored
         assert stats["blocks_removed"] + stats.get("disk_blocks_removed", 0) == self.fold.removed
         assert stats["leases"] == len(self.live)
-        owed = len(self.loads) + len(self.steps)
-        assert stats["transfers"] == owed or (len(self.tiers) > 1 and stats["transfers"] > owed)
+        owed, more = len(self.loads) + len(self.steps) - len(self.long), len(self.tiers) > 1 or self.long
+        assert stats["transfers"] == owed or (more and stats["transfers"] > owed)
         under_way = self.pending or self.scheduler.unfinished  # of a long promotion there may be just a rest
         assert under_way or not stats["transfers"]
-        assert under_way or not owed, "nothing is under way, yet somebody is still waited for"
+        waited_for = owed or (self.long and not self.under_way)
+        assert under_way or not waited_for, "nothing is under way, yet somebody is still waited for"
         assert len(self.reports) == len({copy.transfer for copy in self.pending})
 
     def _check_tier(self, tier: int, stats: dict[str, int]) -> None:

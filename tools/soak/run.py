@@ -29,9 +29,10 @@ TIERS = {"host_bytes": 20 * MIB, "disk_bytes": 64 * MIB}
 LIMITS = {"retained_bytes": 16 * MIB, "send_high_water_mark": 500}
 """Smaller than the defaults, so that they are full after seconds and the memory is level from then on."""
 SCRAPE_EVERY_S = TELL_EVERY_S = 2.0
-ASKED_AT_S = 40.0
-"""A reader asks for all that is retained and reads none of it: until its reply is given up the journal keeps more,
-up to `needed_bytes`. It happens by chance, too, when a reader leaves: so it does before memory is judged."""
+ASKED_AT_S, ASKED_AT = 40.0, 0.1
+"""So late, or after this share of a short run, a reader asks for all that is retained and reads none of it: until
+its reply is given up the journal keeps more, up to `needed_bytes`. It happens by chance, too, when a reader leaves:
+so it does before memory is judged."""
 REPORTED = ("requests", "bytes_verified", "corrupt_blocks", "loads_failed", "resets")
 COUNTED = ("lives", "gaps", "resyncs", "holes", "dropped")
 FOLDING = 2
@@ -109,9 +110,10 @@ class Soak:
 
     def _traffic(self, started: float) -> None:
         kill_at, tell_at = started + self.plan.kill_every_s, started
+        ask_at = started + min(ASKED_AT_S, ASKED_AT * self.plan.seconds)
         while (now := time.monotonic()) < started + self.plan.seconds and not self.faults:
             self._look(now - started)
-            if now >= started + ASKED_AT_S and len(self.stopped) == 1:
+            if now >= ask_at and len(self.stopped) == 1:
                 self._ask_and_stop()
             if now >= kill_at:
                 self._random.choice(self.engines[1:] or self.engines).kill()
