@@ -56,23 +56,42 @@ class SchedulerBorder:
             with suppress(Exception):  # whatever is broken, this is the last that is asked of it
                 verb(half)
 
+    # What follows is asked for in every step, or for every request: without a call more than there must be.
+
     def arrive(self, request: VllmRequest) -> None:
-        self.ask(None, SchedulerHalf.arrive, request)
+        half = self.half
+        try:
+            if half is not None:
+                half.arrive(request)
+        except Exception:  # noqa: BLE001  as above
+            assert half is not None, "it was asked"
+            self._end(half)
 
     def find(self, request: VllmRequest, local_tokens: int) -> int | None:
-        nothing: int | None = 0
-        return self.ask(nothing, SchedulerHalf.find, request, local_tokens)
+        half = self.half
+        try:
+            return 0 if half is None else half.find(request, local_tokens)
+        except Exception:  # noqa: BLE001  as above
+            assert half is not None, "it was asked"
+            self._end(half)
+            return 0
 
     def begin_load(self, request: VllmRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
+        half = self.half
         if tokens:
             self._waiting.add(request.request_id)
-        self.ask(None, SchedulerHalf.begin_load, request, tables, tokens)
+        try:
+            if half is not None:
+                half.begin_load(request, tables, tokens)
+        except Exception:  # noqa: BLE001  as above
+            assert half is not None, "it was asked"
+            self._end(half)
 
     def begin_step(self, output: StepOutput) -> Said:
         half = self.half
         try:
             said = self._nothing() if half is None else half.begin_step(output)
-        except Exception:  # noqa: BLE001  as above: here without a call more, as it is in every step
+        except Exception:  # noqa: BLE001  as above
             assert half is not None, "nothing can be said"
             self._end(half)
             said = self._nothing()
@@ -96,7 +115,13 @@ class SchedulerBorder:
         self.ask(None, SchedulerHalf.secure)
 
     def finish(self, request: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
-        self.ask(None, SchedulerHalf.finish, request, tables)
+        half = self.half
+        try:
+            if half is not None:
+                half.finish(request, tables)
+        except Exception:  # noqa: BLE001  as above
+            assert half is not None, "it was asked"
+            self._end(half)
 
     @property
     def busy(self) -> bool:

@@ -169,7 +169,9 @@ class Loads:
             self.release(request.request_id)
             return 0
         if self._is_missing(request, first):
-            self._count_spared(request.request_id)
+            if request.request_id not in self._spared:  # it may be looked at in every step
+                self._spared.add(request.request_id)
+                self.counters["lookups_spared"] += 1
             self.release(request.request_id)
             return 0
         found = self._found.get(request.request_id)
@@ -184,12 +186,6 @@ class Loads:
         """The block that a hit behind so many units would begin with is not there: nobody need be asked."""
         named, units = request.block_hashes, self._first_units
         return 0 < units <= len(named) - first and not self._client.may_have(named[first + units - 1])
-
-    def _count_spared(self, request_id: str) -> None:
-        """Once a request: it may be looked at in every step."""
-        if request_id not in self._spared:
-            self._spared.add(request_id)
-            self.counters["lookups_spared"] += 1
 
     def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
         hit = self._early(request.request_id, first, stop)
@@ -225,6 +221,8 @@ class Loads:
 
     def release(self, request_id: str) -> None:
         """It will not load what it found, or may find."""
+        if not (self.arrived or self._asked or self._found):
+            return
         self.arrived.pop(request_id, None)
         asked, found = self._asked.pop(request_id, None), self._found.pop(request_id, None)
         if asked is not None:

@@ -76,8 +76,12 @@ class EnginePool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """The first one is reused first."""
+        blocks = list(map(self._pool.blocks.__getitem__, block_ids))
+        if blocks and blocks[0].ref_cnt == 1:  # then most of them are: the pool can count for itself
+            self._pool.free_blocks(blocks)
+            return
         idle = []
-        for block in map(self._pool.blocks.__getitem__, block_ids):
+        for block in blocks:
             if block.ref_cnt > 1:
                 block.ref_cnt -= 1
             else:

@@ -40,6 +40,7 @@ class WorkerHalf:
         self._socket_path = socket_path
         self._rank = rank
         self._device = device
+        self._behind = device.behind
         self._places: list[Place] = []
         self.computed = BEFORE_ALL
         self.said = Said(BEFORE_ALL, {})
@@ -83,7 +84,7 @@ class WorkerHalf:
     def end_step(self) -> None:
         """All of this step has been given to the device."""
         self.computed = self.said.step
-        if self._device.behind:
+        if self._behind:
             self._mark(self.computed)
 
     def _mark(self, step: int) -> None:
