@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvevents_service.engine.client import OffloadClient
-from kvevents_service.engine.vllm_border import SchedulerBorder, leave, or_leave
+from kvevents_service.engine.vllm_border import SchedulerBorder, or_leave
 from kvevents_service.engine.vllm_layout import places_of
 from kvevents_service.engine.vllm_marks import MarkingClient
 from kvevents_service.engine.vllm_memory import device_named
@@ -195,12 +195,12 @@ class KVEventsConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         worker = self._worker
-        try:
-            if worker is not None:
-                worker.end_step()
-        except Exception:  # noqa: BLE001  as in `or_leave`, without a call more: it is in every step
-            assert worker is not None, "it was asked"
-            leave(worker, log.exception)
+        if worker is None:
+            return
+        if worker.behind:
+            or_leave(worker, WorkerHalf.end_step, log.exception)
+        else:  # the same, without a call more: it is in every step
+            worker.computed = worker.said.step
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, None if self._worker is None else self._worker.loaded()

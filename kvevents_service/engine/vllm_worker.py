@@ -32,7 +32,7 @@ class WorkerHalf:
     """On a device a step is reported as soon as it has been given to it: the sidecar waits for its mark.
 
     `said` is that of the step that is about to run, or runs. `computed`: the last step that has been given to the
-    device, with all before it.
+    device, with all before it. `behind`: the device may be behind what was given to it.
     """
 
     def __init__(self, socket_path: str, rank: Rank, device: RankDevice) -> None:
@@ -40,7 +40,7 @@ class WorkerHalf:
         self._socket_path = socket_path
         self._rank = rank
         self._device = device
-        self._behind = device.behind
+        self.behind = device.behind
         self._places: list[Place] = []
         self.computed = BEFORE_ALL
         self.said = Said(BEFORE_ALL, {})
@@ -84,7 +84,7 @@ class WorkerHalf:
     def end_step(self) -> None:
         """All of this step has been given to the device."""
         self.computed = self.said.step
-        if self._behind:
+        if self.behind:
             self._mark(self.computed)
 
     def _mark(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """Point 6: the time that a step spends in the connector's hooks, ours and vLLM's SimpleCPUOffloadConnector's.
 
-Three engines stand at the same time, all on one core, and answer the same prompts in turns, new ones in each round.
+Three engines stand at the same time, all on one core, and answer the same prompts in turns, new ones in each round,
+and another one first.
 The third one's connector does nothing: what it shows is taken off, as the cost of measuring. The sidecar has the
 other core, and so have the other connector's copies; our courier is on the engines'. Rounds measure by the clock,
 or the thread's time on a core.
@@ -21,7 +22,7 @@ TARGET = 0.25
 LONG = Sizes(blocks=700, max_len=4200, step_tokens=2048)
 PROMPTS = [phases.prompt(41 + number, 4096) for number in range(8)]
 TOKENS = 16
-ROUNDS = {"wall": 5, "cpu": 3}
+ROUNDS = {"wall": 9, "cpu": 3}
 HOST_BYTES = 1 << 30
 
 Round = dict[str, Any]
@@ -54,7 +55,10 @@ def _rounds(engines: dict[str, Engine], shift: int) -> dict[str, dict[str, list[
     clocks = ["wall", *(clock for clock, count in ROUNDS.items() for _ in range(count))]
     for number, clock in enumerate(clocks):
         prompts = [[(token + number + shift + 1) % 500 for token in prompt] for prompt in PROMPTS]
-        for name, engine in engines.items():
+        names = list(engines)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            engine = engines[name]
             engine.do("spent", clock=clock)
             engine.ask(*prompts, max_tokens=TOKENS)
             round_ = engine.do("spent", clock=clock)
