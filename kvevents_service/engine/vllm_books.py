@@ -65,7 +65,7 @@ class NotedEnd(NamedTuple):
 
 
 class Books:
-    """`requests` are those that have blocks. `view` is what the planner is to know of one.
+    """`requests` are those that have been given blocks. `view` is what the planner is to know of one.
 
     `noted`: a step is added to it when it is scheduled, with what it `starts`.
     `let_go`: a request may have given blocks up since it was set to False.
@@ -106,10 +106,6 @@ class Books:
         return bool(self.noted or self._ending)
 
     # notes
-
-    def begin(self, request: VllmRequest) -> None:
-        """It has been given blocks."""
-        self.requests[request.request_id] = request
 
     def starts(self, output: StepOutput) -> Sequence[Started]:
         """What is scheduled for the first time in a step, or again."""

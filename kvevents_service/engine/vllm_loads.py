@@ -133,11 +133,11 @@ class Loads:
 
         Those behind a whole step's tokens are asked for with the step, all at once: each message wakes the sidecar.
         """
-        request_id = request.request_id
+        request_id, named, units = request.request_id, request.block_hashes, self._first_units
         if len(self._asked) + len(self.arrived) >= MAX_ASKED or request_id in self._asked:
             return
-        if self._is_missing(request, 0):
-            return
+        if 0 < units <= len(named) and not self._client.may_have(named[units - 1]):
+            return  # as in `find`
         self.arrived[request_id] = request
         if self._ahead_tokens < self._step_tokens:
             self._ask_arrived()
@@ -162,16 +162,14 @@ class Loads:
         """Tokens that can be loaded of a prompt that is in the engine up to `local_tokens`. They stay pinned.
 
         None: other loads must end first. Nothing while one is late: a sidecar that does not end its loads must not
-        get hold of ever more blocks.
+        get hold of ever more blocks. Nobody is asked if the block that a hit would begin with is not on the board:
+        that is what most requests come to, so it is looked at first, with as few calls as can be.
         """
-        first, stop = local_tokens // self._unit, (request.num_tokens - 1) // self._unit
+        first, named, units = local_tokens // self._unit, request.block_hashes, self._first_units
+        if 0 < units <= len(named) - first and not self._client.may_have(named[first + units - 1]):
+            return self._spare(request.request_id)
+        stop = (request.num_tokens - 1) // self._unit
         if local_tokens % self._align or stop <= first or request.request_id in self._missed or self.late:
-            self.release(request.request_id)
-            return 0
-        if self._is_missing(request, first):
-            if request.request_id not in self._spared:  # it may be looked at in every step
-                self._spared.add(request.request_id)
-                self.counters["lookups_spared"] += 1
             self.release(request.request_id)
             return 0
         found = self._found.get(request.request_id)
@@ -182,10 +180,14 @@ class Loads:
         units = self._usable(found)
         return None if units and self._held_blocks >= self._most_blocks else units * self._unit
 
-    def _is_missing(self, request: VllmRequest, first: int) -> bool:
-        """The block that a hit behind so many units would begin with is not there: nobody need be asked."""
-        named, units = request.block_hashes, self._first_units
-        return 0 < units <= len(named) - first and not self._client.may_have(named[first + units - 1])
+    def _spare(self, request_id: str) -> int:
+        """Nothing. It is counted once a request, which may be looked at in every step."""
+        if request_id not in self._spared:
+            self._spared.add(request_id)
+            self.counters["lookups_spared"] += 1
+        if self.arrived or self._asked or self._found:
+            self.release(request_id)
+        return 0
 
     def _ask(self, request: VllmRequest, first: int, stop: int) -> Found:
         hit = self._early(request.request_id, first, stop)
@@ -221,8 +223,6 @@ class Loads:
 
     def release(self, request_id: str) -> None:
         """It will not load what it found, or may find."""
-        if not (self.arrived or self._asked or self._found):
-            return
         self.arrived.pop(request_id, None)
         asked, found = self._asked.pop(request_id, None), self._found.pop(request_id, None)
         if asked is not None:
@@ -304,7 +304,8 @@ class Loads:
 
     def forget(self, request_id: str) -> None:
         """The request has ended. A load of it goes on, and ends as ever."""
-        self.release(request_id)
+        if self.arrived or self._asked or self._found:
+            self.release(request_id)
         self._missed.discard(request_id)
         self._spared.discard(request_id)
         for load_id, loading in self.loading.items():

@@ -132,7 +132,7 @@ class SchedulerHalf:
 
     def begin_load(self, request: VllmRequest, tables: Sequence[Sequence[int]], tokens: int) -> None:
         """The request has its blocks: load so many tokens into them, or none."""
-        self._books.begin(request)
+        self._books.requests[request.request_id] = request
         self._waiting.pop(request.request_id, None)
         if tokens:
             self.loads.begin(request.request_id, tables, tokens)
@@ -274,7 +274,7 @@ class SchedulerHalf:
         """It has ended, and its blocks are freed behind this call: those that will be offered are held."""
         self._waiting.pop(request.request_id, None)
         self.loads.forget(request.request_id)
-        if self.client.ended and self.planner.book.lends(request.request_id):
+        if self._open_steps and self.client.ended and self.planner.book.lends(request.request_id):
             self.collect()  # what has been copied by now need not be held
         self._books.end(request, tables)
         self._said_at = self._clock()  # its stores may have ended unseen: an idle engine looks for a moment
