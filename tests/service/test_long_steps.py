@@ -87,3 +87,22 @@ async def test_parts_that_cannot_be_taken_any_more_are_declined(run, engine, mon
         monkeypatch.setattr(service.sidecar, "check_open", Mock(side_effect=[None, None, closed, None]))
         ended = await asyncio.to_thread(mini.store, chain(1, 20), list(range(20)))
         assert [(end.stored, end.known, end.declined) for end in ended.steps] == [(8, 0, 12)]
+
+
+async def test_parts_are_declined_once_a_rank_has_gone(run, engine) -> None:
+    async with run() as service:
+        mini = await asyncio.to_thread(engine)
+        cut_steps(service, 1)
+        scheduler = service.sidecar.tier.scheduler
+        await asyncio.to_thread(offered, mini, chain(1, 20))
+        async with asyncio.timeout(DEADLINE_S):
+            while not len(scheduler.pool):
+                await asyncio.sleep(0)
+        (session_id,) = scheduler.tier.engine_blocks
+        taken = len(scheduler.pool)
+        scheduler.rank_gone(session_id)
+        scheduler.hello(session_id, 64)  # it is back, with other bytes
+        (end,) = (await asyncio.to_thread(mini.wait)).steps
+        assert 0 < taken < 20
+        assert end.declined >= 20 - taken
+        assert scheduler.stats()["declined_ranks_absent"] == 20 - taken
