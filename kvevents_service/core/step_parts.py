@@ -14,7 +14,7 @@ from itertools import pairwise
 import msgspec
 
 from kvevents_service.core.metadata import TOKEN_BYTES
-from kvevents_service.core.offers import shape_fault
+from kvevents_service.core.offers import shape_fault, split_hashes
 from kvevents_service.core.tier import TierSpec
 from kvevents_service.wire.control import InnerHash, Offer, Step, StepDone
 from kvevents_service.wire.packing import INT32_BYTES
@@ -54,10 +54,12 @@ class StepParts:
         return Step(self.step_id, offers, mark=self._step.mark)
 
     def _pieces(self, offer: Offer, room: int, blocks: int) -> Iterator[Offer]:
-        """The offer, or parts of it: the first one of up to `room` blocks. A faulty one is declined as a whole."""
+        """The offer, or parts of it: the first one of up to `room` blocks. A faulty one is declined as a whole: in
+        parts it might not be seen that a hash repeats."""
         spec, group, count = self._spec, self._spec.groups[offer.group], block_count(offer)
         first = room if room > 0 else blocks
-        if count <= first or shape_fault(offer, group, spec.hash_bytes, spec.hash_tokens) is not None:
+        faulty = shape_fault(offer, group, spec.hash_bytes, spec.hash_tokens) is not None
+        if count <= first or faulty or _repeats(offer, spec.hash_bytes):
             yield offer
             return
         bounds = [0, *range(first, count, blocks), count]
@@ -80,6 +82,11 @@ def block_count(offer: Offer) -> int:
 def step_blocks(step: Step) -> int:
     """Blocks of all its offers."""
     return sum(map(block_count, step.offers))
+
+
+def _repeats(offer: Offer, hash_bytes: int) -> bool:
+    names = split_hashes(offer.block_hashes, hash_bytes)
+    return len(set(names)) < len(names)
 
 
 def _cut(offer: Offer, start: int, stop: int, hash_bytes: int, block_tokens: int) -> Offer:

@@ -111,6 +111,15 @@ def test_a_faulty_offer_is_declined_as_a_whole() -> None:
     assert copies.scheduler.stats()["declined_bad_lora"] == 24
 
 
+def test_a_hash_that_repeats_is_seen_across_parts() -> None:
+    copies = InstantCopies(open_tier(PLAIN))
+    good = offer(LONG, list(range(24)))
+    bad = msgspec.structs.replace(good, block_hashes=good.block_hashes[:-32] + good.block_hashes[:32])
+    _, answers = taken(copies, Step(1, [bad]), 4)
+    assert answers == [StepDone(1, 0, 0, 24)]
+    assert copies.scheduler.stats()["declined_not_a_chain"] == 24
+
+
 @pytest.mark.parametrize("gone", ["rank", "session"])
 def test_what_is_left_is_declined_once_memory_has_gone(gone: str) -> None:
     """A rank that is back has other bytes in its blocks."""
