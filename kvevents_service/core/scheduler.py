@@ -7,6 +7,7 @@ request alive: a store's snapshot rides on its `TransferMeta`. Times are seconds
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from weakref import WeakValueDictionary
 
 from kvevents_service.core.clearing import Clearing
 from kvevents_service.core.commands import Command, Reply
@@ -49,7 +50,7 @@ class OffloadScheduler:
         self.stores = Stores(tier, self.landings)
         self.loads = self._make_loads()
         self.clearing = Clearing(self.tiers)
-        self._long_steps: dict[int, StepParts] = {}
+        self._long_steps: WeakValueDictionary[int, StepParts] = WeakValueDictionary()
 
     def _make_loads(self) -> Loads:
         return Loads(self.tier, self.pool)
@@ -118,7 +119,7 @@ class OffloadScheduler:
         if not self._serves(session_id) or step_blocks(step) <= self.tier.limits.step_blocks:
             return None
         self.stores.check(session_id, step)
-        parts = self._long_steps[session_id] = StepParts(step, self.tier.spec)
+        parts = self._long_steps[session_id] = StepParts(step, self.tier.spec, self.tier.next_id())
         return parts
 
     def _decline(self, session_id: int, step: Step, reason: str) -> list[Command]:

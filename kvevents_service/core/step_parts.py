@@ -3,13 +3,15 @@
     StepParts(step) -> step(part) for each of its parts -> ended(StepDone of a part) ... -> the StepDone of the step
 
 Parts follow one another as they stand in the step. An offer that does not fit is cut between two blocks: what is
-behind has the block before it for a parent.
+behind has the block before it for a parent. The steps of all parts have one id, which is nobody else's: an engine's
+fits into 64 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Final
 
 import msgspec
 
@@ -19,13 +21,17 @@ from kvevents_service.core.tier import TierSpec
 from kvevents_service.wire.control import InnerHash, Offer, Step, StepDone
 from kvevents_service.wire.packing import INT32_BYTES
 
+PART_IDS: Final = 1 << 64
+"""The ids of parts begin here."""
+
 
 class StepParts:
-    """One step. `left`: parts that have not ended; nothing is known of them before they are made. `void`: what is
-    left of it is not to be stored, as the engine's memory has changed."""
+    """One step; `part_id` is that of its parts. `left`: parts that have not ended; nothing is known of them before
+    they are made. `void`: what is left of it is not to be stored, as the engine's memory has changed."""
 
-    def __init__(self, step: Step, spec: TierSpec) -> None:
-        self.step_id = step.step_id
+    def __init__(self, step: Step, spec: TierSpec, number: int) -> None:
+        """number: of no other long step of the tier."""
+        self.part_id = PART_IDS + number
         self.left = 1
         self.void = False
         self._step = step
@@ -33,7 +39,7 @@ class StepParts:
         self._done = StepDone(step.step_id, 0, 0, 0)
 
     def __repr__(self) -> str:
-        return f"<StepParts {self.step_id} left={self.left}>"
+        return f"<StepParts of {self._done.step_id} left={self.left}>"
 
     def parts(self, blocks: int) -> Iterator[Step]:
         """Steps of up to so many blocks, with more in the one that has an offer that cannot be cut. The last one
@@ -47,11 +53,11 @@ class StepParts:
                     offers, room = [], blocks
                 offers.append(piece)
                 room -= block_count(piece)
-        yield msgspec.structs.replace(self._step, offers=offers)
+        yield msgspec.structs.replace(self._step, step_id=self.part_id, offers=offers)
 
     def _part(self, offers: list[Offer]) -> Step:
         self.left += 1
-        return Step(self.step_id, offers, mark=self._step.mark)
+        return Step(self.part_id, offers, mark=self._step.mark)
 
     def _pieces(self, offer: Offer, room: int, blocks: int) -> Iterator[Offer]:
         """The offer, or parts of it: the first one of up to `room` blocks. A faulty one is declined as a whole: in
@@ -70,7 +76,7 @@ class StepParts:
         """A part has ended. The sum of all, once that was the last."""
         sums, self.left = self._done, self.left - 1
         self._done = StepDone(
-            self.step_id, sums.stored + done.stored, sums.known + done.known, sums.declined + done.declined
+            sums.step_id, sums.stored + done.stored, sums.known + done.known, sums.declined + done.declined
         )
         return None if self.left else self._done
 

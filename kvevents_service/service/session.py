@@ -59,7 +59,7 @@ class EngineSession(asyncio.Protocol):
         self._under_way: Piece | None = None
         """What is left of the frame before: it is through before the next is taken."""
         self._long: dict[int, StepParts] = {}
-        """Steps of which parts have not ended."""
+        """Steps of which parts have not ended, by the id of those."""
         self._waits = self._paused = False
         self._transport: asyncio.Transport | None = None
         self._ending = self._letting_go = False
@@ -235,26 +235,33 @@ class EngineSession(asyncio.Protocol):
     def _step(self, step: Step) -> None:
         self._sidecar.check_open()
         self._name_mark(step.mark)
-        # of an id that is in use: as a whole, or the sums would be of both
-        parts = None if step.step_id in self._long else self._scheduler.long_step(self.session_id, step)
-        if parts is None:
+        long = self._scheduler.long_step(self.session_id, step)
+        if long is None:
             self._store(step)
             return
-        self._long[step.step_id] = parts
+        self._long[long.part_id] = long
         limits = self._scheduler.tier.limits
-        self._under_way = partial(self._store_next, parts, parts.parts(limits.step_blocks))
+        self._under_way = partial(self._store_next, long, long.parts(limits.step_blocks))
 
     def _store_next(self, long: StepParts, parts: Iterator[Step]) -> bool:
         """Of a step that was found good; what cannot be stored any more is declined."""
-        part = next(parts, None)
-        if part is None:
+        try:
+            part = next(parts, None)
+            if part is not None:
+                self._store_part(long, part)
+        except Exception:  # as in `_perform`; but no error may end a step that is being copied: EOF does, in time
+            log.exception("session %d: a part of a step failed", self.session_id)
+            self._refuse(None, "internal", "message", "the sidecar to have no bug here")
+            self.end()
             return False
+        return part is not None
+
+    def _store_part(self, long: StepParts, part: Step) -> None:
         try:
             self._sidecar.check_open()
             self._store(part, void=long.void)
         except ControlError:
             self.send(StepDone(part.step_id, 0, 0, step_blocks(part)))
-        return True
 
     def _store(self, step: Step, *, void: bool = False) -> None:
         self._sidecar.perform(self._scheduler.step(self.session_id, step, self._sidecar.clock(), void=void))

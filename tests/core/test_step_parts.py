@@ -128,11 +128,11 @@ def test_what_is_left_is_declined_once_memory_has_gone(gone: str) -> None:
     long = scheduler.long_step(1, Step(1, [offer(LONG, list(range(24)))], ["r"]))
     assert long is not None
     first, second, third = long.parts(8)
-    assert copies.perform(scheduler.step(1, first, 0.0, void=long.void)) == [StepDone(1, 8, 0, 0)]
+    assert copies.perform(scheduler.step(1, first, 0.0, void=long.void)) == [StepDone(long.part_id, 8, 0, 0)]
     scheduler.rank_gone(1) if gone == "rank" else scheduler.goodbye(1)
     scheduler.hello(1, 1000)
     for part in (second, third):
-        assert copies.perform(scheduler.step(1, part, 0.0, void=long.void)) == [StepDone(1, 0, 0, 8)]
+        assert copies.perform(scheduler.step(1, part, 0.0, void=long.void)) == [StepDone(long.part_id, 0, 0, 8)]
     assert scheduler.stats()["declined_ranks_absent"] == 16
     assert step(copies, offer(LONG, list(range(24)))) == [StepDone(1, 16, 8, 0)]
 
@@ -143,8 +143,14 @@ def test_the_end_is_that_of_the_last_copy() -> None:
     assert (answers, len(copies.pending)) == ([], 3)
 
 
+def test_a_long_step_is_not_kept_when_it_is_over() -> None:
+    copies = InstantCopies(open_tier(PLAIN))
+    taken(copies, Step(3, [offer(LONG, list(range(24)))]), 10)
+    assert not copies.scheduler._long_steps
+
+
 def test_ends_are_summed_whatever_their_order() -> None:
-    long = StepParts(Step(3, [offer(LONG, list(range(24)))]), open_tier(PLAIN).tier.spec)
+    long = StepParts(Step(3, [offer(LONG, list(range(24)))]), open_tier(PLAIN).tier.spec, 1)
     parts = long.parts(10)
     next(parts)
     assert long.ended(StepDone(3, 10, 0, 0)) is None

@@ -146,6 +146,7 @@ class World:
         self.doomed: set[TransferMeta] = set()
         self.steps: dict[tuple[int, int], int] = {}
         self.long: dict[tuple[int, int], StepParts] = {}
+        """By session and the id of their parts."""
         self.under_way: dict[int, tuple[StepParts, Iterator[Step]]] = {}
         """Long steps of which parts have not been taken, by session."""
         self.loads: dict[tuple[int, int], Order] = {}
@@ -215,7 +216,7 @@ class World:
         parts = self.scheduler.long_step(session_id, step)
         if parts is None:
             return self._take_step(session_id, step, now)
-        self.long[session_id, step.step_id] = parts
+        self.long[session_id, parts.part_id] = parts
         self.under_way[session_id] = parts, parts.parts(self.scheduler.tier.limits.step_blocks)
         return self.next_part(session_id, now)
 
@@ -402,20 +403,21 @@ class World:
         return self.engines[transfer.session_id][rank]
 
     def _step_done(self, session_id: int, done: StepDone) -> list[int]:
-        parts = self.long.get((session_id, done.step_id))
+        owner_id = done.step_id
+        parts = self.long.get((session_id, owner_id))
         if parts is not None:
             whole = parts.ended(done)
             if whole is None:
                 return []
             done = whole
-            del self.long[session_id, done.step_id]
+            del self.long[session_id, owner_id]
         offered = self.steps.pop((session_id, done.step_id))
         assert done.stored + done.known + done.declined == offered
         assert min(done.stored, done.known, done.declined) >= 0
-        self._check_no_copy("store", session_id, done.step_id)
+        self._check_no_copy("store", session_id, owner_id)
         for writer in self.writers.values():
             whose = (writer.transfer.session_id, writer.transfer.owner_id)
-            writer.ended |= whose == (session_id, done.step_id)
+            writer.ended |= whose == (session_id, owner_id)
         return [done.stored, done.known, done.declined]
 
     def _loaded(self, session_id: int, loaded: Loaded) -> None:

@@ -7,6 +7,8 @@ from service.test_engine_plane import DEADLINE_S, assert_stream_is_true, chain
 
 from kvevents_service.engine.offers import make_offer
 from kvevents_service.errors import ControlError
+from kvevents_service.wire.control import Step, StepDone
+from kvevents_service.wire.framing import decode_sidecar, encode_message
 
 
 def cut_steps(service, blocks: int) -> None:
@@ -106,3 +108,53 @@ async def test_parts_are_declined_once_a_rank_has_gone(run, engine) -> None:
         assert 0 < taken < 20
         assert end.declined >= 20 - taken
         assert scheduler.stats()["declined_ranks_absent"] == 20 - taken
+
+
+async def test_two_steps_of_one_id_are_both_answered(run, engine) -> None:
+    """No sum is of both: neither end comes before its own copies."""
+    async with run() as service:
+        await asyncio.to_thread(engine)
+        cut_steps(service, 4)
+        session = next(iter(service.sidecar.roster.engines.values())).session
+        said, write = [], session._transport.write
+        mocked = Mock(wraps=session._transport)
+        mocked.write.side_effect = lambda frame: (said.append(frame), write(frame))
+        session._transport = mocked
+        prompt = chain(1, 12)
+        offer = make_offer("r", prompt.hashes, prompt.token_ids, range(12))
+        for step in (Step(77, [offer]), Step(77, [])):  # the second one ends at once, the first one's copies do not
+            session._arrived.append(encode_message(step)[4:])
+        session._await_turn()
+        async with asyncio.timeout(DEADLINE_S):
+            while len(said) < 2:
+                await asyncio.sleep(0.01)
+        ended = [decode_sidecar(frame[4:]) for frame in said]
+        assert sorted(ended, key=lambda end: end.stored) == [StepDone(77, 0, 0, 0), StepDone(77, 12, 0, 0)]
+
+
+async def test_a_bug_in_a_part_ends_the_session_and_no_other(run, engine, monkeypatch) -> None:
+    """In good order: the engine hears of no end before all copies have ended."""
+    async with run() as service:
+        mini, other = await asyncio.to_thread(engine), await asyncio.to_thread(engine)
+        cut_steps(service, 4)
+        scheduler, calls = service.sidecar.tier.scheduler, []
+        step = scheduler.step
+
+        def faulty(*of, **more):
+            calls.append(of)
+            if len(calls) == 2:
+                raise KeyError("a bug")
+            return step(*of, **more)
+
+        monkeypatch.setattr(scheduler, "step", faulty)
+        await asyncio.to_thread(offered, mini, chain(1, 20))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(service.sidecar.roster.engines) > 1:
+                await asyncio.sleep(0.01)
+        assert len(calls) == 2
+        assert service.sidecar.errors["internal"] == 1
+        ended = await asyncio.to_thread(other.store, chain(2, 3), [0, 1, 2])
+        assert ended.steps[0].stored == 3
+        inspected = await asyncio.to_thread(other.client.inspect, residents=True)
+        assert inspected.stats["blocks_pending"] == 0
+        await assert_it_is_true(service, inspected)
