@@ -18,7 +18,6 @@ MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14; not in the mmap module. An older kernel refuses it, and pages come when they are touched."""
 PIECE_BYTES: Final = 2 * 1024 * 1024
 """A huge page: half a millisecond or so."""
-STOP_S: Final = 5.0
 
 
 class Span(NamedTuple):
@@ -45,10 +44,8 @@ class Prefault:
         return f"<Prefault {self.present_bytes} bytes, {'at it' if self._thread.is_alive() else 'over'}>"
 
     def stop(self) -> None:
-        """No more of them, and wait for the piece under way: their memory may go."""
+        """No more of them behind the piece under way, whose memory lives as long. Waits for nothing."""
         self._stopped = True
-        if self._thread.ident is not None:
-            self._thread.join(STOP_S)
 
     def join(self, wait_s: float) -> bool:
         """Wait for the end. False if that takes longer."""
