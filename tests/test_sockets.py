@@ -1,6 +1,8 @@
 """Endpoints: what can be bound, and what is left alone."""
 
+import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 import zmq
 
 from kvevents_service.errors import ConfigError
-from kvevents_service.sockets import SHARED_BYTES, bind, send_now
+from kvevents_service.sockets import SHARED_BYTES, bind, new_context, send_now
 
 
 @pytest.fixture
@@ -92,3 +94,19 @@ def test_a_message_that_there_is_no_room_for_is_not_begun(pair: tuple[zmq.Socket
     assert [receiver.recv_multipart() for _ in sent] == sent
     sender.send_multipart([b"be", b"hind"])
     assert receiver.recv_multipart() == [b"be", b"hind"]
+
+
+def test_a_contexts_own_threads_take_no_core_from_the_loop() -> None:
+    """They see to it themselves, once they run."""
+
+    def policies() -> dict[int, int]:
+        return {int(task.name): os.sched_getscheduler(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+
+    before, deadline = policies(), time.monotonic() + 10.0
+    with new_context() as context, context.socket(zmq.PUB):
+        while True:
+            own = [policy for thread, policy in policies().items() if thread not in before]
+            if (own and set(own) == {os.SCHED_BATCH}) or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        assert set(own) == {os.SCHED_BATCH}

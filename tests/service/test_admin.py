@@ -88,6 +88,20 @@ async def test_the_state_has_short_hashes_and_no_tokens(run, engine) -> None:
         assert chain.hashes[0].hex() not in body
 
 
+@pytest.mark.parametrize("prefault", [True, False])
+async def test_the_state_says_what_of_the_tier_is_present(run, engine, prefault: bool) -> None:
+    tier_bytes = 32 * 2 * 64
+    async with run(admin=LOCAL, host_prefault=prefault) as service:
+        await asyncio.to_thread(engine)
+        async with asyncio.timeout(60.0):
+            while True:
+                body = (await get(service.ready.admin, "/state"))[2]
+                present = json.loads(body)["stats"]["host_present_bytes"]
+                if present == tier_bytes or not prefault:
+                    break
+        assert present == (tier_bytes if prefault else 0)
+
+
 async def test_the_live_stream_tells_the_state_again_and_again(run) -> None:
     async with run(admin=LOCAL) as service:
         url = urlsplit(service.ready.admin)

@@ -53,17 +53,21 @@ async def test_an_engine_sees_what_is_stored_evicted_and_reset(run, engine) -> N
         await asyncio.to_thread(live)
 
 
+def asks_and_loads(mini) -> None:
+    """It knows of no board."""
+    chain = make_chain(range(8), 4)
+    assert all(map(mini.client.may_have, chain.hashes))
+    mini.store(chain, [0, 1])
+    assert mini.load(chain, [4, 5]) == 2
+
+
 async def test_without_a_board_an_engine_may_ask_for_everything(
     run, engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedBoard, "_make", lambda _: None)
 
     def live() -> None:
-        mini = engine()
-        chain = make_chain(range(8), 4)
-        assert all(map(mini.client.may_have, chain.hashes))
-        mini.store(chain, [0, 1])
-        assert mini.load(chain, [4, 5]) == 2
+        asks_and_loads(engine())
 
     async with run():
         await asyncio.to_thread(live)
@@ -74,11 +78,7 @@ async def test_a_board_that_cannot_be_sent_is_not_missed(run, engine, monkeypatc
         raise OSError(109, "Too many references")
 
     def live() -> None:
-        mini = engine()
-        chain = make_chain(range(8), 4)
-        assert all(map(mini.client.may_have, chain.hashes))
-        mini.store(chain, [0, 1])
-        assert mini.load(chain, [4, 5]) == 2
+        asks_and_loads(engine())
 
     async with run():
         monkeypatch.setattr("kvevents_service.service.engines.socket.send_fds", fail)

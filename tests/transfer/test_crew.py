@@ -66,6 +66,7 @@ def test_a_hand_does_jobs_in_order_and_tells_what_became_of_each() -> None:
 def test_a_hand_yields_to_the_loop() -> None:
     hand = Hand("yielding")
     assert hand.submit(os.getpriority, os.PRIO_PROCESS, 0).result(DEADLINE_S) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert hand.submit(os.sched_getscheduler, 0).result(DEADLINE_S) == os.SCHED_BATCH
     assert hand.close(DEADLINE_S)
 
 

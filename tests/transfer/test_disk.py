@@ -130,3 +130,12 @@ def test_what_cannot_be_had_names_its_setting(
     del error
     assert set(os.listdir("/proc/self/fd")) <= before
     assert all(path.name == "file" or (keep and path.stat().st_size == 0) for path in tmp_path.iterdir())
+
+
+def test_its_threads_take_no_core_from_the_loop(tmp_path: Path) -> None:
+    storage = DiskStorage(str(tmp_path), SIZE_BYTES)
+    try:
+        for threads in (storage._readers, storage._writers):
+            assert threads.submit(os.sched_getscheduler, 0).result(60.0) == os.SCHED_BATCH
+    finally:
+        storage.close()

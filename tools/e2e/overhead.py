@@ -1,10 +1,9 @@
 """Point 6: the time that a step spends in the connector's hooks, ours and vLLM's SimpleCPUOffloadConnector's.
 
 Three engines stand at the same time, all on one core, and answer the same prompts in turns, new ones in each round,
-and another one first.
-The third one's connector does nothing: what it shows is taken off, as the cost of measuring. The sidecar has the
-other core, and so have the other connector's copies; our courier is on the engines'. Rounds measure by the clock,
-or the thread's time on a core.
+another engine first. The third one's connector does nothing: what it shows is taken off, as the cost of measuring.
+The sidecar has the other core, and so have the other connector's copies; our courier is on the engines'. Rounds
+measure by the clock, or the thread's time on a core.
 """
 
 from __future__ import annotations
