@@ -76,7 +76,7 @@ class NameShards:
         return not (self.used and any(map(dict.__contains__, self._shards_of(names), names)))
 
     def _shards_of(self, names: list[bytes]) -> Sequence[dict[bytes, int]]:
-        """Of each name. All are of one length, but for tests and for what is not valid."""
+        """Of each name. A tier's are of one length; those of one or two bytes, in tests, need not be."""
         if len(names) < 2:  # for one, itemgetter returns no tuple
             return [self.shards[name[-1]] for name in names]
         size, packed = len(names[0]), b"".join(names)

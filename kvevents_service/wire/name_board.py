@@ -35,7 +35,7 @@ class NameBoard:
         return self._cells[int.from_bytes(name[-WORD:], sys.byteorder) & self._mask] != 0
 
     def add(self, names: list[bytes]) -> None:
-        """Blocks have these names from now on."""
+        """Blocks have these names from now on. All of a call are of one length."""
         cells = self._cells
         for cell in self._places(names):
             count = cells[cell]
@@ -55,10 +55,9 @@ class NameBoard:
         self._cells[:] = bytes(len(self._cells))
 
     def _places(self, names: list[bytes]) -> Iterable[int]:
-        """The cell of each, in bulk if all are of one length."""
+        """The cell of each: in bulk, if there are several and the last word of each is aligned."""
         mask, size = self._mask, len(names[0]) if len(names) > 1 else 0
-        packed = b"".join(names) if size else b""
-        if size % WORD or len(packed) != size * len(names) or not size:
+        if size % WORD or not size:
             return [int.from_bytes(name[-WORD:], sys.byteorder) & mask for name in names]
         words = size // WORD
-        return [word & mask for word in memoryview(packed).cast("I")[words - 1 :: words]]
+        return [word & mask for word in memoryview(b"".join(names)).cast("I")[words - 1 :: words]]
